@@ -1,0 +1,71 @@
+"""Sizes of the two-pool KV cache: what is allocated, in tokens and in bytes. Pure arithmetic, no torch."""
+
+from dataclasses import dataclass
+
+from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSpec:
+    """One worker's cache.
+
+    `group_layers[g]` lists the layers that share selection group g's top-k (one layer each but for IndexShare models).
+    `host_tokens` (N_H) and `gpu_tokens` (N_G) are multiples of BLOCK_SIZE. With `offload` False there is no host pool:
+    every token lives in the GPU pool and a row index is a token slot (then gpu_tokens == host_tokens).
+    """
+
+    group_layers: tuple[tuple[int, ...], ...]
+    row_format: RowFormat
+    index_format: IndexFormat
+    index_topk: int
+    host_tokens: int
+    gpu_tokens: int
+    offload: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.host_tokens > 0 and self.host_tokens % BLOCK_SIZE == 0, self.host_tokens
+        assert self.gpu_tokens > 0 and self.gpu_tokens % BLOCK_SIZE == 0, self.gpu_tokens
+        assert self.offload or self.gpu_tokens == self.host_tokens
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(layers) for layers in self.group_layers)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_layers)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.host_tokens // BLOCK_SIZE
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Selection group of each layer."""
+        group = [0] * self.num_layers
+        for g, layers in enumerate(self.group_layers):
+            for layer in layers:
+                group[layer] = g
+        return tuple(group)
+
+    @property
+    def host_pool_bytes(self) -> int:
+        return self.num_layers * self.host_tokens * self.row_format.row_bytes if self.offload else 0
+
+    @property
+    def gpu_pool_bytes(self) -> int:
+        return self.num_layers * self.gpu_tokens * self.row_format.row_bytes
+
+    @property
+    def index_cache_bytes(self) -> int:
+        return self.num_groups * self.num_blocks * self.index_format.page_bytes
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Maps and priorities of every group: int32 host_token_to_gpu, gpu_token_to_host and gpu_token_priority."""
+        return self.num_groups * (4 * self.host_tokens + 8 * self.gpu_tokens) if self.offload else 0
+
+
+def minimum_gpu_tokens(context_lengths: "list[int] | tuple[int, ...]", index_topk: int) -> int:
+    """Smallest GPU pool (tokens) on which these requests can decode together: sum of min(k, L) + 1 (design: cache rules)."""
+    return sum(min(index_topk, length) + 1 for length in context_lengths)
