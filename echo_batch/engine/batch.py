@@ -1,0 +1,116 @@
+"""Device state of the decode batch: one row a request, allocated once, updated in stream order.
+
+The decode step reads and advances these tensors without the host (token feedback, positions, finish flags); the host
+only writes rows that join or leave. Nothing here is reallocated, so a captured graph may point at it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echo_batch.engine.sequence import Sequence
+from echo_batch.kernels.formats import BLOCK_SIZE
+from echo_batch.kernels.reference.sampling import SamplingTensors
+
+RUNNING, STOPPED, LENGTH, NON_FINITE, NO_BLOCK = 0, 1, 2, 3, 4
+"""Finish codes of a row. NON_FINITE and NO_BLOCK fail the row alone."""
+
+MAX_STOP_IDS = 32
+"""Room for EOS and stop ids of one row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchState:
+    """Tensors of `capacity` rows.
+
+    token_ids int64: the step's input token; positions int32: its position; active bool: row takes part; block_table
+    int32 `[capacity, max_blocks]`, -1 padded; stop_ids int64 `[capacity, MAX_STOP_IDS]`, -1 padded; last_position
+    int32: position of the last token that may be generated. `sampling.position` is derived from `positions`.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    active: Tensor
+    block_table: Tensor
+    stop_ids: Tensor
+    last_position: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+    seed: Tensor
+    row_id: Tensor
+
+    @staticmethod
+    def allocate(capacity: int, max_model_len: int, device: torch.device) -> "BatchState":
+        """All rows inactive."""
+
+        def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.full((capacity, *shape), value, dtype=dtype, device=device)
+
+        return BatchState(
+            token_ids=full(0, torch.int64),
+            positions=full(0, torch.int32),
+            active=full(False, torch.bool),
+            block_table=full(-1, torch.int32, -(-max_model_len // BLOCK_SIZE)),
+            stop_ids=full(-1, torch.int64, MAX_STOP_IDS),
+            last_position=full(0, torch.int32),
+            temperature=full(0, torch.float32),
+            top_p=full(1, torch.float32),
+            top_k=full(0, torch.int32),
+            min_p=full(0, torch.float32),
+            seed=full(0, torch.int64),
+            row_id=full(0, torch.int64),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_ids.device
+
+    def sampling(self, rows: slice | Tensor, positions: Tensor) -> SamplingTensors:
+        """Sampling parameters of some rows for tokens at `positions` int32."""
+        return SamplingTensors(
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
+            row_id=self.row_id[rows],
+            position=positions,
+        )
+
+    def set_row(self, sequence: Sequence, stop_ids: tuple[int, ...]) -> None:
+        """Fill the row of a sequence that joins; it stays inactive until its first token is known."""
+        row, sampling = sequence.row, sequence.request.sampling
+        device = self.device
+        table = torch.full((self.block_table.shape[1],), -1, dtype=torch.int32)
+        table[: len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+        stops = torch.full((MAX_STOP_IDS,), -1, dtype=torch.int64)
+        stops[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+        self.block_table[row] = table.to(device, non_blocking=True)
+        self.stop_ids[row] = stops.to(device, non_blocking=True)
+        self.active[row] = False
+        self.positions[row] = sequence.num_prompt_tokens - 1
+        self.last_position[row] = sequence.max_context - 1
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed
+        self.row_id[row] = sequence.request.row_id
+
+    def clear_row(self, row: int) -> None:
+        """The row becomes padding from the next step on."""
+        self.active[row] = False
+        self.block_table[row] = -1
+
+
+def finish_codes(
+    *, tokens: Tensor, positions: Tensor, logits_finite: Tensor, stop_ids: Tensor, last_position: Tensor
+) -> Tensor:
+    """Finish code int32 `[B]` of rows whose token at `positions` was just sampled (all `[B]`, stop_ids `[B, S]`)."""
+    code = torch.zeros_like(positions)
+    code = torch.where(positions >= last_position, LENGTH, code)
+    code = torch.where((tokens[:, None] == stop_ids).any(dim=1), STOPPED, code)
+    return torch.where(logits_finite, code, NON_FINITE).to(torch.int32)

@@ -1,0 +1,302 @@
+"""EngineCore: requests in, completions out. The loop of admission, prefill and decode on one worker.
+
+Token level only: it knows no files and no chat. The host reads a step's tokens `lookahead_steps` launches later;
+device-side finish flags make rows padding in the meantime. All device work is on one stream, so blocks released here
+can be reused by the next launch.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from echo_batch.cache.blocks import BlockAllocator
+from echo_batch.cache.manager import KVCache
+from echo_batch.engine.batch import LENGTH, MAX_STOP_IDS, NO_BLOCK, NON_FINITE, RUNNING, STOPPED, BatchState
+from echo_batch.engine.decode import decode_step
+from echo_batch.engine.plan import Plan
+from echo_batch.engine.prefill import Prompt, prefill
+from echo_batch.engine.sampler import StepOutput, sample_rows
+from echo_batch.engine.scheduler import Limits, Scheduler
+from echo_batch.engine.sequence import Sequence
+from echo_batch.engine.stops import Detokenizer, StopChecker
+from echo_batch.kernels.formats import BLOCK_SIZE
+from echo_batch.kernels.ops import Ops
+from echo_batch.models.model import Model
+from echo_batch.request import Completion, FinishReason, Request, RowFailure, TokenLogprobs
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters of one engine since it was made; seconds are wall clock of the loop's phases."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_row_steps: int = 0
+    prefill_groups: int = 0
+    prefill_token_layers: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    max_waiting: int = 0
+    max_running: int = 0
+    host_tokens_used: int = 0
+    gpu_tokens_reserved: int = 0
+
+    @property
+    def effective_batch(self) -> float:
+        """Mean number of rows that took part in a decode step."""
+        return self.decode_row_steps / self.decode_steps if self.decode_steps else 0.0
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step whose result the host has not read: rows by index at launch time."""
+
+    rows: dict[int, Sequence]
+    output: StepOutput
+
+
+@dataclass(slots=True)
+class EngineCore:
+    """One worker: model, cache, batch state and scheduler.
+
+    `make_detokenizer` gives a fresh incremental detokenizer, or is None when there is no tokenizer (then no text and
+    no stop strings). `eos_token_ids` end every request that does not ignore them.
+    """
+
+    model: Model
+    cache: KVCache
+    ops: Ops
+    plan: Plan
+    device: torch.device
+    eos_token_ids: tuple[int, ...]
+    make_detokenizer: Callable[[], Detokenizer] | None = None
+    stats: EngineStats = field(default_factory=EngineStats)
+
+    @torch.inference_mode()
+    def run(self, requests: Iterable[Request]) -> Iterator[Completion | None]:
+        """Yield completions as they finish, and None after every step that finished nothing (so callers can poll).
+
+        Requests are pulled only when they may soon run. A request that can never fit, or that turns non-finite, comes
+        back as a completion with a failure; the others go on. Closing the iterator abandons what is in flight.
+        """
+        state = BatchState.allocate(self.plan.max_num_seqs, self.plan.max_model_len, self.device)
+        scheduler = Scheduler(
+            (self._sequence(r) for r in requests),
+            BlockAllocator(self.cache.spec.num_blocks),
+            Limits(
+                max_num_seqs=self.plan.max_num_seqs,
+                gpu_tokens=self.cache.spec.gpu_tokens,
+                index_topk=self.cache.spec.index_topk,
+                max_model_len=self.plan.max_model_len,
+                prefill_group_tokens=self.plan.prefill_group_tokens,
+                offload=self.cache.spec.offload,
+            ),
+        )
+        launched: deque[_Launched] = deque()
+        try:
+            while launched or not scheduler.done:
+                admitted, refused = scheduler.admit()
+                for sequence, reason in refused:
+                    yield self._failed(sequence, "too_long", reason)
+                if admitted:
+                    yield from self._start(admitted, scheduler, state)
+                elif not scheduler.running and not launched:
+                    # Nothing runs and the head of the line does not fit an empty batch: never_fits must have said so.
+                    assert not scheduler.waiting, "admission stalled"
+                started = time.perf_counter()
+                finished: list[Completion] = []
+                if scheduler.running:
+                    launched.append(self._launch(scheduler, state))
+                while len(launched) > self.plan.lookahead_steps or (launched and not scheduler.running):
+                    finished += self._collect(launched.popleft(), scheduler, state)
+                self.stats.decode_seconds += time.perf_counter() - started
+                self._note(scheduler)
+                yield from finished
+                yield None
+        finally:
+            for sequence in list(scheduler.running.values()):
+                self._leave(sequence, scheduler, state)
+
+    def _sequence(self, request: Request) -> Sequence:
+        room = self.plan.max_model_len - len(request.prompt_token_ids)
+        wanted = request.sampling.max_tokens
+        sequence = Sequence(request, room if wanted is None else wanted)
+        if self.make_detokenizer is not None:
+            sequence.stops = StopChecker(self.make_detokenizer(), request.sampling.stop, request.thinking_end)
+        return sequence
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        eos = () if request.sampling.ignore_eos else self.eos_token_ids
+        return tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
+
+    def _start(
+        self, admitted: list[Sequence], scheduler: Scheduler, state: BatchState
+    ) -> Iterator[Completion | None]:
+        """Prefill sequences that just joined and sample their first tokens; None after every chunk."""
+        started = time.perf_counter()
+        ready = []
+        for sequence in admitted:
+            stop_ids = self._stop_ids(sequence.request)
+            if len(stop_ids) > MAX_STOP_IDS:
+                self._leave(sequence, scheduler, state)
+                yield self._failed(sequence, "bad_params", f"more than {MAX_STOP_IDS} stop token ids with EOS")
+                continue
+            state.set_row(sequence, stop_ids)
+            ready.append(sequence)
+        if not ready:
+            return
+        prompts = [
+            Prompt(
+                token_ids=s.request.prompt_token_ids,
+                slots=torch.tensor(s.slots(0, s.num_prompt_tokens), dtype=torch.int32, device=self.device),
+            )
+            for s in ready
+        ]
+        steps = prefill(
+            self.model,
+            self.cache,
+            self.ops,
+            prompts,
+            chunk_tokens=self.plan.prefill_chunk_tokens,
+            on_device=self.device,
+        )
+        logits = None
+        while logits is None:
+            try:
+                token_layers = next(steps)
+            except StopIteration as end:
+                logits = end.value
+            else:
+                self.stats.prefill_token_layers += token_layers
+                yield None
+        rows = torch.tensor([s.row for s in ready], device=self.device)
+        state.active[rows] = True
+        output = sample_rows(
+            state,
+            rows,
+            logits,
+            ops=self.ops,
+            has_block=torch.ones_like(rows, dtype=torch.bool),
+            greedy_only=_greedy(ready),
+            num_logprobs=_num_logprobs(ready),
+        )
+        completions = self._collect(_Launched(dict(enumerate(ready)), output), scheduler, state)
+        self.stats.prefill_groups += 1
+        self.stats.prompt_tokens += sum(s.num_prompt_tokens for s in ready)
+        self.stats.prefill_seconds += time.perf_counter() - started
+        yield from completions
+
+    def _launch(self, scheduler: Scheduler, state: BatchState) -> _Launched:
+        """Launch one decode step over the running rows, padded to a bucket."""
+        rows = dict(scheduler.running)
+        running = list(rows.values())
+        bucket = self.plan.bucket(max(rows) + 1)
+        # Context at most that many blocks: generated tokens known to the host, and those still in flight.
+        longest = max(
+            min(s.num_prompt_tokens + len(s.token_ids) + self.plan.lookahead_steps + 1, s.max_context) for s in running
+        )
+        output = decode_step(
+            self.model,
+            self.cache,
+            self.ops,
+            state,
+            bucket=bucket,
+            max_blocks=-(-longest // BLOCK_SIZE),
+            greedy_only=_greedy(running),
+            num_logprobs=_num_logprobs(running),
+        )
+        self.stats.decode_steps += 1
+        self.stats.decode_row_steps += len(running)
+        return _Launched(rows, output)
+
+    def _collect(self, step: _Launched, scheduler: Scheduler, state: BatchState) -> list[Completion]:
+        """Read one step's tokens; finish rows whose device flag or stop string says so."""
+        output = StepOutput(*(None if t is None else t.tolist() for t in step.output))  # type: ignore[arg-type]
+        finished = []
+        for index, sequence in step.rows.items():
+            token, code = int(output.tokens[index]), int(output.codes[index])
+            if sequence.row < 0 or token < 0 and code == RUNNING:
+                # Left the batch (or finished on the device) after this step had been launched.
+                continue
+            if code in (NON_FINITE, NO_BLOCK):
+                reason = "a non-finite value appeared" if code == NON_FINITE else "no block for the next token"
+                self._leave(sequence, scheduler, state)
+                finished.append(self._failed(sequence, "engine_failed", f"{reason} after {len(sequence.token_ids)} tokens"))
+                continue
+            self.stats.generated_tokens += 1
+            sequence.token_ids.append(token)
+            if output.logprobs is not None and sequence.request.sampling.logprobs is not None:
+                sequence.logprobs.append(_logprobs(output, index, token, sequence.request.sampling.logprobs))
+            reason_ = self._finish_reason(sequence, token, code)
+            if reason_ is not None:
+                self._leave(sequence, scheduler, state)
+                finished.append(self._completed(sequence, reason_))
+        return finished
+
+    def _finish_reason(self, sequence: Sequence, token: int, code: int) -> FinishReason | None:
+        if code == STOPPED:
+            # The stop token itself is not text.
+            return "stop"
+        if sequence.stops is not None and sequence.stops.add(token):
+            return "stop"
+        return "length" if code == LENGTH else None
+
+    def _leave(self, sequence: Sequence, scheduler: Scheduler, state: BatchState) -> None:
+        state.clear_row(sequence.row)
+        unused = scheduler.finish(sequence)
+        if unused:
+            self.cache.release(unused)
+
+    def _completed(self, sequence: Sequence, reason: FinishReason) -> Completion:
+        text = sequence.stops.finish() if sequence.stops is not None else None
+        return Completion(
+            row_id=sequence.request.row_id,
+            token_ids=tuple(sequence.token_ids),
+            text=None if text is None else text.text,
+            reasoning_text=None if text is None else text.reasoning,
+            finish_reason=reason,
+            num_input_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_cut_tokens=sequence.request.num_cut_tokens,
+            logprobs=tuple(sequence.logprobs) if sequence.request.sampling.logprobs is not None else None,
+            seconds=time.monotonic() - sequence.started,
+        )
+
+    def _failed(self, sequence: Sequence, code: str, message: str) -> Completion:
+        return Completion(
+            row_id=sequence.request.row_id,
+            num_input_tokens=sequence.num_prompt_tokens,
+            num_cut_tokens=sequence.request.num_cut_tokens,
+            failure=RowFailure(code=code, message=message),
+            seconds=time.monotonic() - sequence.started,
+        )
+
+    def _note(self, scheduler: Scheduler) -> None:
+        stats = self.stats
+        stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.max_running = max(stats.max_running, stats.running)
+        stats.max_waiting = max(stats.max_waiting, scheduler.max_waiting)
+        stats.host_tokens_used = (scheduler.blocks.num_blocks - scheduler.blocks.num_free) * BLOCK_SIZE
+        stats.gpu_tokens_reserved = scheduler.gpu_tokens_reserved
+
+
+def _greedy(sequences: list[Sequence]) -> bool:
+    return all(s.request.sampling.temperature == 0 for s in sequences)
+
+
+def _num_logprobs(sequences: list[Sequence]) -> int | None:
+    return max((s.request.sampling.logprobs for s in sequences if s.request.sampling.logprobs is not None), default=None)
+
+
+def _logprobs(output: StepOutput, index: int, token: int, num_top: int) -> TokenLogprobs:
+    assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
+    top = zip(output.top_ids[index][:num_top], output.top_logprobs[index][:num_top], strict=True)
+    return TokenLogprobs(
+        token_id=token, logprob=float(output.logprobs[index]), top=tuple((int(t), float(p)) for t, p in top)
+    )

@@ -1,0 +1,103 @@
+"""One decode step over a padded batch. Eager on CPU; on GPUs this same body is what a CUDA graph captures.
+
+Everything is a tensor of fixed shape: padded rows have position 0, no slot and an empty context; they touch no state.
+"""
+
+import torch
+from torch import Tensor
+
+from echo_batch.cache.manager import KVCache
+from echo_batch.engine.batch import BatchState
+from echo_batch.engine.sampler import StepOutput, sample_rows
+from echo_batch.kernels.formats import BLOCK_SIZE
+from echo_batch.kernels.ops import Ops
+from echo_batch.models.model import Model
+
+
+def logical_to_slots(positions: Tensor, block_table: Tensor) -> Tensor:
+    """Token slots of logical positions: `[B, n]` int32, -1 stays -1, by `block_table` `[B, max_blocks]`."""
+    blocks = block_table.gather(1, (positions.clamp(min=0) // BLOCK_SIZE).to(torch.int64))
+    slots = blocks * BLOCK_SIZE + positions.clamp(min=0) % BLOCK_SIZE
+    return torch.where((positions >= 0) & (blocks >= 0), slots, -1).to(torch.int32)
+
+
+def decode_step(
+    model: Model,
+    cache: KVCache,
+    ops: Ops,
+    state: BatchState,
+    *,
+    bucket: int,
+    max_blocks: int,
+    greedy_only: bool,
+    num_logprobs: int | None,
+) -> StepOutput:
+    """Run the first `bucket` rows of `state` through the model and sample one token for each active one.
+
+    `max_blocks` bounds the context of every active row (in blocks), so that scoring does not walk the whole table.
+    """
+    rows = slice(0, bucket)
+    active = state.active[rows]
+    block_table = state.block_table[rows, :max_blocks]
+    positions = torch.where(active, state.positions[rows], 0)
+    logits, has_block = decode_logits(
+        model, cache, ops, token_ids=state.token_ids[rows], positions=positions, active=active, block_table=block_table
+    )
+    return sample_rows(
+        state,
+        rows,
+        logits,
+        ops=ops,
+        has_block=has_block,
+        greedy_only=greedy_only,
+        num_logprobs=num_logprobs,
+    )
+
+
+def decode_logits(
+    model: Model,
+    cache: KVCache,
+    ops: Ops,
+    *,
+    token_ids: Tensor,
+    positions: Tensor,
+    active: Tensor,
+    block_table: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Logits fp32 `[B, V]` for the tokens at `positions` (int32 `[B]`), their KV rows written on the way.
+
+    token_ids int64 `[B]`, active bool `[B]`, block_table int32 `[B, max_blocks]`. Second result: bool `[B]`, False for
+    an active row without a block for its token (nothing is written for it).
+    """
+    spec, config = cache.spec, model.config
+    seq_lens = torch.where(active, positions + 1, 0)
+    new_slots = logical_to_slots(torch.where(active, positions, -1)[:, None], block_table)[:, 0]
+    cache.begin_step()
+    stream = model.embed(token_ids)
+    for group, layers in enumerate(spec.group_layers):
+        new_rows = cache.append(group, new_slots)
+        resolution = None
+        for layer in layers:
+            inputs = model.attention_inputs(layer, stream, positions)
+            cache.write(layer, new_slots, new_rows, inputs.kv_row)
+            if resolution is None:
+                # The group's first layer selects; the others reuse its selection (IndexShare).
+                cache.write_index(group, new_slots, inputs.index_key)
+                scores = ops.index_scores_paged(
+                    inputs.index_query,
+                    inputs.index_weights,
+                    cache.index_pages(group),
+                    block_table,
+                    seq_lens,
+                    spec.index_format,
+                )
+                selected, _ = ops.topk_positions(scores, seq_lens, spec.index_topk)
+                resolution = cache.resolve(group, logical_to_slots(selected, block_table))
+            cache.recall(layer, resolution)
+            latent = ops.sparse_mla(
+                inputs.query, cache.gpu_rows(layer), resolution.rows, config.softmax_scale, spec.row_format
+            )
+            stream = model.attention_output(layer, inputs.stream, latent)
+            stream = model.ffn(layer, stream, active)
+    has_block = (new_slots >= 0) | ~active
+    return model.logits(stream), has_block

@@ -1,0 +1,61 @@
+"""From logits to the next input: sampling, finish flags, log-probabilities. Runs on the device, inside the step."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from echo_batch.engine.batch import NO_BLOCK, BatchState, finish_codes
+from echo_batch.kernels.ops import Ops
+
+
+class StepOutput(NamedTuple):
+    """What a step tells the host, one entry a row `[B]`.
+
+    tokens int64 (-1: the row took no part), codes int32 (batch.RUNNING, ...), and if any row asked for them: logprobs
+    fp32, top_logprobs fp32 and top_ids int64 `[B, n]`.
+    """
+
+    tokens: Tensor
+    codes: Tensor
+    logprobs: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+
+
+def sample_rows(
+    state: BatchState,
+    rows: slice | Tensor,
+    logits: Tensor,
+    *,
+    ops: Ops,
+    has_block: Tensor,
+    greedy_only: bool,
+    num_logprobs: int | None,
+) -> StepOutput:
+    """Sample one token for each of `rows` and advance the state: token fed back, position, active flag.
+
+    logits fp32 `[B, V]` of rows whose last known token stands at `state.positions`; inactive rows must have been
+    activated by the caller (prefill) or are left untouched (padding). `has_block` bool `[B]`: False flags NO_BLOCK.
+    """
+    active = state.active[rows]
+    positions = state.positions[rows] + 1
+    finite = torch.isfinite(logits).all(dim=-1)
+    # A flagged row samples from zeros: its token is never used, and NaN stays out of the sampler.
+    logits = torch.where(finite[:, None], logits, 0.0)
+    tokens = ops.sample(logits, state.sampling(rows, positions), greedy_only=greedy_only)
+    codes = finish_codes(
+        tokens=tokens,
+        positions=positions,
+        logits_finite=finite,
+        stop_ids=state.stop_ids[rows],
+        last_position=state.last_position[rows],
+    )
+    codes = torch.where(has_block, codes, NO_BLOCK)
+    output = StepOutput(torch.where(active, tokens, -1), torch.where(active, codes, 0))
+    if num_logprobs is not None:
+        output = StepOutput(output.tokens, output.codes, *ops.token_logprobs(logits, tokens, num_logprobs))
+    state.token_ids[rows] = torch.where(active, tokens, state.token_ids[rows])
+    state.positions[rows] = torch.where(active, positions, state.positions[rows])
+    state.active[rows] = active & (codes == 0)
+    return output

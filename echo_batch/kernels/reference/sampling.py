@@ -1,0 +1,122 @@
+"""Sampler: logits to next tokens. The reference is plain torch in fp32 and the CPU backend.
+
+Every random number is Philox-4x32-10 of (seed, row id, position, token id): a row's tokens never depend on the batch
+that it runs in, on the order of rows or on how often the job was restarted.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PHILOX_KEY = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_MUL = (0xD2511F53, 0xCD9E8D57)
+_MASK32 = 0xFFFFFFFF
+
+
+class SamplingTensors(NamedTuple):
+    """Sampling parameters of a batch, one value a row, all `[B]`.
+
+    temperature fp32 (0: greedy), top_p fp32 (1: off), top_k int32 (0: off), min_p fp32 (0: off), seed int64, row_id
+    int64, position int32 (absolute position of the token to be sampled).
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+    seed: Tensor
+    row_id: Tensor
+    position: Tensor
+
+
+def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of the 64-bit product of a constant and uint32 values held in int64 tensors."""
+    # int64 would overflow on the full product: split b into 16-bit halves.
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16)
+    lo = (low + ((high & 0xFFFF) << 16)) & _MASK32
+    carry = (low >> 16) + (high & 0xFFFF)
+    hi = ((high >> 16) + (carry >> 16)) & _MASK32
+    return hi, lo
+
+
+def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10 block function (Salmon et al., SC'11) on broadcastable int64 tensors holding uint32 values.
+
+    `seed` int64 gives the two key words. Returns four tensors of uint32 values in int64.
+    """
+    k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
+    for _ in range(10):
+        hi0, lo0 = _mul_hi_lo(_PHILOX_MUL[0], c0)
+        hi1, lo1 = _mul_hi_lo(_PHILOX_MUL[1], c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0 = (k0 + _PHILOX_KEY[0]) & _MASK32
+        k1 = (k1 + _PHILOX_KEY[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(params: SamplingTensors, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise fp32 `[B, vocab_size]`; token v uses lane v % 4 of counter (v // 4, position, row id)."""
+    device = params.seed.device
+    quads = torch.arange((vocab_size + 3) // 4, device=device, dtype=torch.int64)[None, :]
+    position = params.position.to(torch.int64)[:, None]
+    row_lo = (params.row_id & _MASK32)[:, None]
+    row_hi = ((params.row_id >> 32) & _MASK32)[:, None]
+    words = torch.stack(torch.broadcast_tensors(*philox(params.seed[:, None], quads, position, row_lo, row_hi)), dim=-1)
+    words = words.flatten(1)[:, :vocab_size]
+    # 24 random bits at the centre of their interval: u is never 0 or 1, so both logarithms are finite.
+    uniform = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+def filter_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Scale by temperature, then cut to top-k, then top-p, then min-p; removed tokens get -inf. `[B, V]` fp32.
+
+    Ties are broken by the smaller token id. Top-p keeps the smallest set whose probability (after top-k) reaches
+    `top_p`; min-p removes tokens below `min_p` times the largest probability. At least one token remains.
+    """
+    scaled = logits / params.temperature.clamp(min=1e-5)[:, None]
+    values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    rank = torch.arange(values.shape[1], device=values.device)[None, :]
+    top_k = torch.where(params.top_k > 0, params.top_k, values.shape[1])[:, None]
+    values = values.masked_fill(rank >= top_k, float("-inf"))
+    probabilities = values.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    keep = (before < params.top_p[:, None]) & (probabilities >= params.min_p[:, None] * probabilities[:, :1])
+    keep |= rank == 0
+    values = values.masked_fill(~keep, float("-inf"))
+    return torch.empty_like(scaled).scatter_(1, order, values)
+
+
+def sample(logits: Tensor, params: SamplingTensors, *, greedy_only: bool = False) -> Tensor:
+    """Choose one token a row: argmax where temperature is 0, else by the Gumbel-max rule among filtered tokens.
+
+    logits fp32 `[B, V]`, returns int64 `[B]`. Greedy ties go to the smaller id. `greedy_only` (every row greedy, known
+    when the batch is made) skips the filters; the result is the same.
+    """
+    greedy = argmax_first(logits)
+    if greedy_only:
+        return greedy
+    noisy = filter_logits(logits, params) + gumbel_noise(params, logits.shape[1])
+    return torch.where(params.temperature > 0, argmax_first(noisy), greedy)
+
+
+def argmax_first(values: Tensor) -> Tensor:
+    """Index of the largest value of each row, the first one among equals. `[B, V]` -> int64 `[B]`."""
+    largest = values.amax(dim=-1, keepdim=True)
+    positions = torch.arange(values.shape[1], device=values.device)[None, :]
+    # A row of NaN has no position equal to its maximum: keep the result in range, the caller flags such rows.
+    return positions.where(values == largest, values.shape[1] - 1).amin(dim=-1)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities before temperature and filters.
+
+    logits fp32 `[B, V]`, tokens int64 `[B]`; returns (chosen fp32 `[B]`, top values fp32 `[B, num_top]`, top ids int64
+    `[B, num_top]`), likeliest first, ties by the smaller id.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    values, ids = torch.sort(logprobs, dim=-1, descending=True, stable=True)
+    return chosen, values[:, :num_top], ids[:, :num_top]
