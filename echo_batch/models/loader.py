@@ -1,0 +1,254 @@
+"""From a checked checkpoint (or random numbers) to the weights of a Model, one tensor at a time."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from echo_batch.errors import ModelError
+from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight, block_shape, dequantize
+from echo_batch.models.checkpoint import Checkpoint, check_checkpoint
+from echo_batch.models.config import ModelConfig
+from echo_batch.models.dummy import DummySource
+from echo_batch.models.layers import (
+    AttentionWeights,
+    IndexerWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+)
+from echo_batch.models.model import Model
+from echo_batch.models.tensors import scale_name
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes in all)."""
+
+
+class TensorSource(Protocol):
+    """Where weights come from. Tensors arrive on the target device, in their stored dtype."""
+
+    def read(self, name: str) -> Weight:
+        """The tensor, or a QuantizedWeight if it is stored in fp8."""
+        ...
+
+
+class SafetensorsSource:
+    """Tensors of a checked checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, *, ue8m0: bool, files: ExitStack, progress: Progress | None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._ue8m0 = ue8m0
+        self._files = files
+        self._progress = progress
+        self._open: dict[Path, safe_open] = {}
+        self._read_bytes = 0
+
+    def read(self, name: str) -> Weight:
+        data = self._tensor(name)
+        if name not in self._checkpoint.quantized:
+            return data
+        return QuantizedWeight(data, self._tensor(scale_name(name)), self._ue8m0)
+
+    def _tensor(self, name: str) -> Tensor:
+        stored = self._checkpoint.tensors[name]
+        if stored.file not in self._open:
+            opened = self._files.enter_context(safe_open(stored.file, framework="pt", device="cpu"))
+            self._open[stored.file] = opened
+        tensor: Tensor = self._open[stored.file].get_tensor(name).to(self._device)
+        self._read_bytes += stored.num_bytes
+        if self._progress is not None:
+            self._progress(self._read_bytes, self._checkpoint.num_bytes)
+        return tensor
+
+
+def load_model(
+    config: ModelConfig,
+    path: str | Path | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    row_kind: Literal["fp8", "bf16", "fp32"],
+    ops: Ops,
+    load_format: Literal["safetensors", "dummy"] = "safetensors",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Model:
+    """Load `path` (or make random weights from `seed`) for `device` in compute dtype float32 or bfloat16.
+
+    fp8 files are dequantized, except that on CUDA with bfloat16 their linears stay quantized. The index format follows
+    the dtype: fp32 keys with float32, fp8 keys otherwise. ModelError names what is wrong with the checkpoint.
+    """
+    assert dtype in (torch.float32, torch.bfloat16), dtype
+    keep_quantized = device.type == "cuda" and dtype == torch.bfloat16
+    with ExitStack() as files:
+        source: TensorSource
+        if load_format == "dummy":
+            source = DummySource(config, device, dtype=dtype, quantized=keep_quantized, seed=seed)
+        else:
+            assert path is not None
+            checkpoint = check_checkpoint(config, path)
+            ue8m0 = config.quant is not None and config.quant.ue8m0
+            source = SafetensorsSource(checkpoint, device, ue8m0=ue8m0, files=files, progress=progress)
+        try:
+            weights = WeightBuilder(config, source, device, dtype, keep_quantized=keep_quantized).model()
+        except torch.cuda.OutOfMemoryError:
+            raise ModelError("the weights do not fit in the memory of the GPU") from None
+    return Model(
+        config,
+        weights,
+        ops,
+        row_format=RowFormat(row_kind, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim),
+        index_format=IndexFormat("fp32" if dtype == torch.float32 else "fp8", head_dim=config.index_head_dim),
+    )
+
+
+class WeightBuilder:
+    """Merges, stacks and absorbs the tensors of a source. Holds at most one unmerged tensor beside the result."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        keep_quantized: bool,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._device = device
+        self._dtype = dtype
+        self._keep_quantized = keep_quantized
+
+    def model(self) -> ModelWeights:
+        embedding = self._plain("model.embed_tokens.weight", self._dtype)
+        layers = tuple(self._layer(i) for i in range(self._config.num_layers))
+        return ModelWeights(
+            embedding=embedding,
+            layers=layers,
+            norm=self._plain("model.norm.weight"),
+            head=self._plain("lm_head.weight", self._dtype),
+        )
+
+    def _layer(self, layer: int) -> LayerWeights:
+        config, prefix = self._config, f"model.layers.{layer}."
+        is_dense = config.layers[layer].mlp == "dense"
+        return LayerWeights(
+            input_norm=self._plain(prefix + "input_layernorm.weight"),
+            post_attention_norm=self._plain(prefix + "post_attention_layernorm.weight"),
+            attention=self._attention(prefix + "self_attn.", has_indexer=config.layers[layer].indexer == "full"),
+            mlp=self._mlp(prefix + "mlp.") if is_dense else self._moe(prefix + "mlp."),
+        )
+
+    def _attention(self, prefix: str, *, has_indexer: bool) -> AttentionWeights:
+        config = self._config
+        # kv_a last: its 576 rows are no whole number of blocks, and after it nothing has to be aligned.
+        fused = [prefix + "q_a_proj.weight", prefix + "kv_a_proj_with_mqa.weight"]
+        if has_indexer:
+            fused.insert(1, prefix + "indexer.wk.weight")
+        # 128-row scale blocks may straddle heads, so kv_b is dequantized whole (spec section 5).
+        kv_b = dequantize(self._source.read(prefix + "kv_b_proj.weight"), self._dtype)
+        kv_b = kv_b.view(config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        key_up, value_up = kv_b.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+        return AttentionWeights(
+            fused_a=self._merged(fused),
+            q_a_norm=self._plain(prefix + "q_a_layernorm.weight"),
+            kv_a_norm=self._plain(prefix + "kv_a_layernorm.weight"),
+            q_b=self._linear(prefix + "q_b_proj.weight"),
+            key_up=key_up.contiguous(),
+            value_up=value_up.contiguous(),
+            o=self._linear(prefix + "o_proj.weight"),
+            indexer=self._indexer(prefix + "indexer.") if has_indexer else None,
+        )
+
+    def _indexer(self, prefix: str) -> IndexerWeights:
+        return IndexerWeights(
+            wq_b=self._linear(prefix + "wq_b.weight"),
+            k_norm=self._plain(prefix + "k_norm.weight"),
+            k_norm_bias=self._plain(prefix + "k_norm.bias"),
+            weights_proj=self._plain(prefix + "weights_proj.weight"),
+        )
+
+    def _mlp(self, prefix: str) -> MlpWeights:
+        return MlpWeights(
+            gate_up=self._merged([prefix + "gate_proj.weight", prefix + "up_proj.weight"]),
+            down=self._linear(prefix + "down_proj.weight"),
+        )
+
+    def _moe(self, prefix: str) -> MoeWeights:
+        config = self._config
+        hidden, intermediate = config.hidden_size, config.moe_intermediate_size
+        return MoeWeights(
+            gate=self._plain(prefix + "gate.weight"),
+            bias=self._plain(prefix + "gate.e_score_correction_bias"),
+            experts=MlpWeights(
+                gate_up=self._stacked(prefix, ("gate_proj", "up_proj"), (2 * intermediate, hidden)),
+                down=self._stacked(prefix, ("down_proj",), (hidden, intermediate)),
+            ),
+            shared=self._mlp(prefix + "shared_experts."),
+        )
+
+    def _plain(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        # Always a copy: what safetensors returns may be the mapped file itself.
+        return dequantize(self._source.read(name), dtype).clone()
+
+    def _linear(self, name: str) -> Weight:
+        return self._merged([name])
+
+    def _merged(self, names: list[str]) -> Weight:
+        """The matrices one below the other."""
+        parts = [self._source.read(name) for name in names]
+        rows = sum(part.shape[0] for part in parts)
+        out = self._allocate((rows, parts[0].shape[1]), parts)
+        self._place(out, parts)
+        return out
+
+    def _stacked(self, prefix: str, projections: tuple[str, ...], shape: tuple[int, int]) -> Weight:
+        """[E, *shape]: the named projections of each expert one below the other."""
+        stack: Weight | None = None
+        for expert in range(self._config.n_routed_experts):
+            parts = [self._source.read(f"{prefix}experts.{expert}.{name}.weight") for name in projections]
+            if stack is None:
+                stack = self._allocate((self._config.n_routed_experts, *shape), parts)
+            if isinstance(stack, QuantizedWeight):
+                self._place(stack.expert(expert), parts, f"{prefix}experts.{expert}")
+            else:
+                self._place(stack[expert], parts)
+        assert stack is not None
+        return stack
+
+    def _allocate(self, shape: tuple[int, ...], parts: list[Weight]) -> Weight:
+        """Room for a merged weight: quantized if that is wanted, all parts are, and their blocks stay aligned."""
+        aligned = all(part.shape[0] % QUANT_BLOCK == 0 for part in parts[:-1]) and shape[-1] % QUANT_BLOCK == 0
+        if self._keep_quantized and aligned and all(isinstance(part, QuantizedWeight) for part in parts):
+            first = parts[0]
+            assert isinstance(first, QuantizedWeight)
+            data = torch.empty(shape, dtype=first.data.dtype, device=self._device)
+            scale = torch.empty(block_shape(shape), dtype=torch.float32, device=self._device)
+            return QuantizedWeight(data, scale, first.ue8m0)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _place(self, out: Weight, parts: list[Weight], what: str = "") -> None:
+        """Copy the parts into `out`, one below the other."""
+        row = 0
+        for part in parts:
+            end = row + part.shape[0]
+            if isinstance(out, QuantizedWeight):
+                if not isinstance(part, QuantizedWeight):
+                    raise ModelError(f"{what}: some experts are quantized and some are not, which is not supported")
+                out.data[row:end].copy_(part.data)
+                blocks = part.scale.shape[0]
+                out.scale[row // QUANT_BLOCK : row // QUANT_BLOCK + blocks].copy_(part.scale)
+            else:
+                out[row:end].copy_(dequantize(part, self._dtype))
+            row = end

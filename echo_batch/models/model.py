@@ -1,0 +1,105 @@
+"""A DSA model as the engine drives it: one method per step between which the cache does its work.
+
+The model knows tokens and layers; it knows no cache, no requests and no batch make-up.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.reference.hadamard import hadamard_matrix
+from echo_batch.models import dsa
+from echo_batch.models.config import ModelConfig
+from echo_batch.models.dsa import AttentionConstants, AttentionInputs
+from echo_batch.models.layers import ModelWeights, MoeWeights
+from echo_batch.models.moe import mlp, moe
+from echo_batch.models.rope import inverse_frequencies
+
+
+class Stream(NamedTuple):
+    """Residual stream between layers; `delta` is a layer's output that the next norm will add."""
+
+    hidden: Tensor
+    """[T, D] in the compute dtype"""
+    delta: Tensor | None
+    """[T, D] in the compute dtype, or None: nothing to add"""
+
+    def sum(self) -> Tensor:
+        """The residual [T, D]: added in fp32, rounded to the compute dtype."""
+        if self.delta is None:
+            return self.hidden
+        return (self.hidden.float() + self.delta.float()).to(self.hidden.dtype)
+
+
+class Model:
+    """Weights and methods of one model on one device. The engine treats a Stream as opaque."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        *,
+        row_format: RowFormat,
+        index_format: IndexFormat,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.row_format = row_format
+        self.index_format = index_format
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._constants = AttentionConstants(
+            inverse_frequencies=inverse_frequencies(config.rope, self.device),
+            hadamard=hadamard_matrix(config.index_head_dim, self.device),
+            row_format=row_format,
+            index_format=index_format,
+        )
+
+    def embed(self, token_ids: Tensor) -> Stream:
+        """token_ids int [T] -> Stream."""
+        return Stream(F.embedding(token_ids, self.weights.embedding), None)
+
+    def attention_inputs(self, layer: int, stream: Stream, positions: Tensor) -> AttentionInputs:
+        """Norm, projections, RoPE and packing of one layer; positions int [T]."""
+        weights = self.weights.layers[layer]
+        _, normed = self.ops.add_rms_norm(stream.hidden, stream.delta, weights.input_norm, self.config.rms_norm_eps)
+        return dsa.attention_inputs(self.ops, self.config, self._constants, weights.attention, normed, positions)
+
+    def attention_output(self, layer: int, stream: Stream, latent: Tensor) -> Stream:
+        """Attended latent [T, H, 512] of one layer, through its output projection, onto the stream."""
+        output = dsa.attention_output(self.ops, self.weights.layers[layer].attention, latent)
+        return Stream(stream.sum(), output)
+
+    def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
+        """Norm and MLP or experts of one layer. Tokens with valid [T] False reach no routed expert."""
+        weights = self.weights.layers[layer]
+        hidden, normed = self.ops.add_rms_norm(
+            stream.hidden, stream.delta, weights.post_attention_norm, self.config.rms_norm_eps
+        )
+        if isinstance(weights.mlp, MoeWeights):
+            return Stream(hidden, moe(self.ops, self.config, weights.mlp, normed, valid))
+        return Stream(hidden, mlp(self.ops, weights.mlp, normed))
+
+    def logits(self, stream: Stream) -> Tensor:
+        """Final norm and output head: fp32 [T, V]."""
+        _, normed = self.ops.add_rms_norm(stream.hidden, stream.delta, self.weights.norm, self.config.rms_norm_eps)
+        return self.ops.linear_fp32(normed, self.weights.head)
+
+    @staticmethod
+    def slice_stream(stream: Stream, start: int, end: int) -> Stream:
+        """Tokens start..end of a stream (views)."""
+        delta = None if stream.delta is None else stream.delta[start:end]
+        return Stream(stream.hidden[start:end], delta)
+
+    @staticmethod
+    def concat_streams(streams: list[Stream]) -> Stream:
+        """Streams at the same place of the same layer, one after another."""
+        deltas = [stream.delta for stream in streams if stream.delta is not None]
+        assert len(deltas) in (0, len(streams))
+        return Stream(torch.cat([stream.hidden for stream in streams]), torch.cat(deltas) if deltas else None)
