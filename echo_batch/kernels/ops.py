@@ -2,13 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from echo_batch.kernels.formats import IndexFormat, RowFormat
-from echo_batch.kernels.reference import attention, hadamard, indexer, linear, moe, norm, rope, rows, topk
+from echo_batch.kernels.reference import attention, hadamard, indexer, linear, moe, norm, rope, rows, sampling, topk
 from echo_batch.kernels.weights import Weight
+
+
+class Sampler(Protocol):
+    """`sampling.sample`."""
+
+    def __call__(self, logits: Tensor, params: sampling.SamplingTensors, *, greedy_only: bool = False) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,8 @@ class Ops:
     index_scores_contiguous: Callable[[Tensor, Tensor, Tensor, Tensor, IndexFormat], Tensor]
     topk_positions: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
     sparse_mla: Callable[[Tensor, Tensor, Tensor, float, RowFormat], Tensor]
+    sample: Sampler
+    token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def reference_ops() -> Ops:
@@ -60,6 +69,8 @@ def reference_ops() -> Ops:
         index_scores_contiguous=indexer.index_scores_contiguous,
         topk_positions=topk.topk_positions,
         sparse_mla=attention.sparse_mla,
+        sample=sampling.sample,
+        token_logprobs=sampling.token_logprobs,
     )
 
 
