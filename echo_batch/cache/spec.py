@@ -1,7 +1,9 @@
 """Sizes of the two-pool KV cache: what is allocated, in tokens and in bytes. Pure arithmetic, no torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from echo_batch.kernels.cache_layout import HISTOGRAM_BINS, NUM_COUNTS, NUM_TOTALS
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 
 
@@ -61,11 +63,20 @@ class CacheSpec:
         return self.num_groups * self.num_blocks * self.index_format.page_bytes
 
     @property
+    def num_candidates(self) -> int:
+        """GPU rows that are looked up in advance for each step: enough for a whole batch to miss its selection."""
+        return min(self.gpu_tokens, 32768)
+
+    @property
     def metadata_bytes(self) -> int:
-        """Maps and priorities of every group: int32 host_token_to_gpu, gpu_token_to_host and gpu_token_priority."""
-        return self.num_groups * (4 * self.host_tokens + 8 * self.gpu_tokens) if self.offload else 0
+        """Maps and priorities of every group (int32 each: one map of N_H, one map and the priorities of N_G), its two
+        candidate lists and its counters."""
+        if not self.offload:
+            return 0
+        counters = 4 * (HISTOGRAM_BINS + NUM_COUNTS) + 8 * NUM_TOTALS
+        return self.num_groups * (4 * self.host_tokens + 8 * self.gpu_tokens + 8 * self.num_candidates + counters)
 
 
-def minimum_gpu_tokens(context_lengths: "list[int] | tuple[int, ...]", index_topk: int) -> int:
-    """Smallest GPU pool (tokens) on which these requests can decode together: sum of min(k, L) + 1 (design: cache rules)."""
+def minimum_gpu_tokens(context_lengths: Iterable[int], index_topk: int) -> int:
+    """Smallest GPU pool (tokens) on which these requests can decode together: sum of min(k, L) + 1."""
     return sum(min(index_topk, length) + 1 for length in context_lengths)

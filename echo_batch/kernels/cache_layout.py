@@ -1,0 +1,19 @@
+"""Numbers that the cache's metadata tensors are made of. No torch, so that the plan can count their bytes."""
+
+FREE = -1
+"""Priority of a free GPU row; in both maps: no partner."""
+
+POISON_BYTE = 0xFF
+"""Fills freed rows in debug runs: NaN in e4m3, bf16 and fp32."""
+
+SELECTED, MISSING, RECALLED, EVICTED, OFFLOADED = range(5)
+"""Columns of `GroupMaps.totals`, in rows: entries of all selections, those not resident, rows copied from the host
+(a row that several entries miss once), resident rows given up, new rows that got a GPU row and went to the host."""
+
+NUM_TOTALS = 5
+NUM_FREE, NUM_OLD, NUM_WARMED, CUTOFF, HAND, FAILED = range(5, 11)
+"""Further columns of `GroupMaps.counts` (after the five above): lengths of the two candidate lists, candidates that
+warming took, the priority up to which rows count as old, the clock hand, rows that could not be placed."""
+
+NUM_COUNTS = 16
+HISTOGRAM_BINS = 128

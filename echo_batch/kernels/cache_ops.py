@@ -1,0 +1,46 @@
+"""The cache ops that the cache manager calls, chosen once by device. Contracts: kernels/reference/cache_ops.py."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echo_batch.kernels.contracts import GroupMaps, Resolution
+from echo_batch.kernels.reference import cache_ops as reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOps:
+    """One callable per cache op, each with the signature of the reference function it is named after."""
+
+    begin_step: Callable[[GroupMaps, Tensor], None]
+    append: Callable[[GroupMaps, Tensor, Tensor], Tensor]
+    resolve: Callable[[GroupMaps, Tensor, Tensor, Tensor, Tensor], Resolution]
+    warm: Callable[[GroupMaps, Tensor, Tensor], Tensor]
+    release: Callable[[GroupMaps, Tensor], None]
+    violations: Callable[[GroupMaps, Tensor], Tensor]
+    copy_rows: Callable[[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], None]
+    write_rows: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    fill_rows: Callable[[Tensor, Tensor], None]
+
+
+def reference_cache_ops() -> CacheOps:
+    """The torch references: the CPU backend and the oracle of the fast versions."""
+    return CacheOps(
+        begin_step=reference.begin_step,
+        append=reference.append,
+        resolve=reference.resolve,
+        warm=reference.warm,
+        release=reference.release,
+        violations=reference.violations,
+        copy_rows=reference.copy_rows,
+        write_rows=reference.write_rows,
+        fill_rows=reference.fill_rows,
+    )
+
+
+def select_cache_ops(device: torch.device) -> CacheOps:
+    """The cache ops for `device`."""
+    assert device.type in ("cpu", "cuda"), device
+    return reference_cache_ops()
