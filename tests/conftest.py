@@ -1,0 +1,23 @@
+"""Fixtures that all tests share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import checkpoints
+from tests.checkpoints import Family, Kind
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family, Kind], Path]:
+    """`tiny_checkpoint(family, kind)`: a directory with `model` and its fp32 `oracle`, built once a session. Read only."""
+    built: dict[tuple[Family, Kind], Path] = {}
+
+    def get(family: Family, kind: Kind) -> Path:
+        if (family, kind) not in built:
+            directory = tmp_path_factory.mktemp(f"{family}-{kind}-")
+            built[family, kind] = checkpoints.build(directory, family, kind)
+        return built[family, kind]
+
+    return get
