@@ -37,7 +37,7 @@ class HostPool:
             token_bytes=spec.num_layers * spec.row_format.row_bytes,
             pinned=device.type == "cuda",
         )
-        self._unpin: "weakref.finalize[[int, mmap.mmap], HostPool] | None" = None
+        self._unpin: weakref.finalize[[int, mmap.mmap], HostPool] | None = None
         if device.type == "cuda":
             memory, flat = _mapped_memory(spec.host_pool_bytes, numa_node_of(device))
             _touch(flat, POISON_BYTE if poison else 0)
@@ -115,10 +115,9 @@ def _unpin(address: int, memory: mmap.mmap) -> None:
 def numa_node_of(device: torch.device) -> int | None:
     """NUMA node that the GPU hangs on; None if unknown or if there is only one."""
     properties = torch.cuda.get_device_properties(device)
-    address = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None in address:  # an older torch
-        return None
-    name = "{:04x}:{:02x}:{:02x}.0".format(*address)
+    # Untyped in some torch versions.
+    domain, bus, slot = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
+    name = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
     path = Path("/sys/bus/pci/devices") / name / "numa_node"
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2 or not path.exists():

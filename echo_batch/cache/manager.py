@@ -2,7 +2,7 @@
 
 Order of calls in a decode step: `begin_step`; per selection group `append` and `write_index`, then `resolve`; per
 layer `write` (a group's first layer: before `resolve`) and `recall` (before attention). Between steps: `write_host`,
-`warm`, `release`. On the GPU all of these only launch kernels of fixed shape, so a whole step can be captured in one CUDA graph.
+`warm`, `release`. On the GPU all of these only launch kernels of fixed shape, so a step fits a CUDA graph.
 """
 
 from collections.abc import Collection, Sequence

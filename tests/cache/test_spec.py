@@ -1,0 +1,36 @@
+import torch
+
+from echo_batch.cache.gpu_pool import make_gpu_pool
+from echo_batch.cache.spec import CacheSpec, minimum_gpu_tokens
+from echo_batch.kernels.formats import IndexFormat, RowFormat
+from tests.cache.driver import small_spec
+
+
+def test_sizes_are_what_is_allocated() -> None:
+    for offload, gpu_tokens in ((True, 64), (False, 768)):
+        spec = small_spec(offload=offload, gpu_tokens=gpu_tokens)
+        pool = make_gpu_pool(spec, torch.device("cpu"), poison=False)
+        assert pool.rows.nbytes == spec.gpu_pool_bytes
+        assert pool.index_pages.nbytes == spec.index_cache_bytes
+        assert sum(field.nbytes for field in pool.maps or ()) == spec.metadata_bytes
+    assert spec.host_pool_bytes == 0
+
+
+def test_sizes_at_full_scale() -> None:
+    spec = CacheSpec(
+        group_layers=tuple((layer,) for layer in range(61)),
+        row_format=RowFormat("fp8"),
+        index_format=IndexFormat("fp8"),
+        index_topk=2048,
+        host_tokens=1_800_000,
+        gpu_tokens=200_000,
+    )
+    assert spec.host_pool_bytes == 61 * 1_800_000 * 656
+    assert spec.group_of_layer == tuple(range(61))
+    # The paper's 4 N_H + 13 N_G bytes for each of 61 layers, and not more.
+    assert spec.metadata_bytes < 61 * (4 * 1_800_000 + 13 * 200_000)
+
+
+def test_minimum_pool() -> None:
+    assert minimum_gpu_tokens([], 2048) == 0
+    assert minimum_gpu_tokens([1, 2048, 100_000], 2048) == 2 + 2049 + 2049
