@@ -48,6 +48,7 @@ class RunDirectory:
         self.state: StartState | None = None
         self._lock = lock
         self._manifest: Manifest | None = None
+        self._closed = False
 
     # --- opening and closing ---------------------------------------------------------------------------------------
 
@@ -130,7 +131,10 @@ class RunDirectory:
         return self.state
 
     def close(self) -> None:
-        """Closes the manifest and gives up the lock; a directory in which no job was begun is removed."""
+        """Closes the manifest and gives up the lock; a directory in which no job was begun is removed. Once is enough."""
+        if self._closed:
+            return
+        self._closed = True
         if self._manifest is not None:
             self._manifest.close(tidy=self.state == "complete")
             self._manifest = None
