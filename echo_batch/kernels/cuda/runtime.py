@@ -1,0 +1,92 @@
+"""Compile the .cu files of this folder at run time (NVRTC, no nvcc or host compiler needed) and launch their kernels.
+
+`cuda.bindings` and NVRTC come with torch's CUDA builds. Nothing here is imported on a machine without CUDA.
+"""
+
+import ctypes
+import functools
+import importlib.resources
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Argument = Tensor | int | float | None
+
+
+class Kernel(NamedTuple):
+    """A kernel loaded on one device."""
+
+    function: Any
+    shared_bytes: int
+
+
+def available(device: torch.device) -> bool:
+    """Whether kernels with block clusters can be compiled for `device`: capability 9.0 or later, and NVRTC at hand."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    try:
+        from cuda.bindings import nvrtc  # type: ignore[import-not-found]
+
+        return _check(nvrtc.nvrtcVersion()) is not None
+    except (ImportError, RuntimeError, OSError):
+        return False
+
+
+@functools.cache
+def load_kernel(
+    file_name: str, kernel_name: str, defines: tuple[tuple[str, int], ...], shared_bytes: int, device_index: int
+) -> Kernel:
+    """Compile `file_name` of this folder with -DNAME=VALUE and load one kernel; cached for the life of the process.
+
+    Call it (or the op that uses it) once before a graph capture: loading a module is not capturable. RuntimeError with
+    the compiler's log if it fails.
+    """
+    from cuda.bindings import driver, nvrtc
+
+    source = importlib.resources.files(__package__).joinpath(file_name).read_text()
+    major, minor = torch.cuda.get_device_capability(device_index)
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file_name.encode(), 0, [], []))
+    encoded = [option.encode() for option in options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"{file_name}: {log.decode()}")
+    binary = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, binary))
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream().synchronize()  # makes torch's context current in this thread
+        module = _check(driver.cuModuleLoadData(binary))
+        function = _check(driver.cuModuleGetFunction(module, kernel_name.encode()))
+    return Kernel(function, shared_bytes)
+
+
+def launch(kernel: Kernel, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[tuple[Argument, Any]]) -> None:
+    """Launch on the current stream. `arguments`: (tensor, number or None for a null pointer; its ctypes type)."""
+    from cuda.bindings import driver
+
+    values = tuple(value.data_ptr() if isinstance(value, Tensor) else value or 0 for value, _ in arguments)
+    types = tuple(kind for _, kind in arguments)
+    stream = torch.cuda.current_stream().cuda_stream
+    _check(
+        driver.cuLaunchKernel(
+            kernel.function, *grid, num_threads, 1, 1, kernel.shared_bytes, stream, (values, types), 0
+        )
+    )
+
+
+POINTER = ctypes.c_void_p
+INT32 = ctypes.c_int32
+UINT32 = ctypes.c_uint32
+INT64 = ctypes.c_int64
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The value of a cuda.bindings call, or RuntimeError."""
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA: {status!r}")
+    return values[0] if values else None

@@ -1,0 +1,76 @@
+"""Exact top-k of index scores in one launch, on GPUs with block clusters (kernel and method: topk.cu)."""
+
+import torch
+from torch import Tensor
+
+from echo_batch.kernels.cuda.runtime import INT32, INT64, POINTER, UINT32, launch, load_kernel
+
+_CLUSTER = 8
+"""Blocks that share a row: the largest portable cluster."""
+_THREADS = 512
+_SHARED_BYTES = 16384
+"""At least sizeof(Shared) of topk.cu."""
+_RESIDENT_CHUNKS = (1, 2, 4, 6, 8, 10)
+"""Instances that hold the row in registers: float4 a lane. Longer rows are read again in every pass."""
+MAX_WIDTH = 1 << 20
+"""Positions have 20 bits in the kernel's keys."""
+
+
+def topk_positions(
+    scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None = None, *, update: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As reference.topk.topk_positions, with an optional prediction that only makes it faster (design: top-k).
+
+    scores fp32 [T, S] (S up to 2^20, unit stride in a row), lengths int32 [T], predicted fp32 [T]: the expected k-th
+    score of each row, NaN where unknown. With `update`, predicted becomes 0.5 * predicted + 0.5 * kth (kth where it was
+    NaN) in rows longer than k. Returns positions int32 [T, k] ascending, then -1; kth fp32 [T].
+    """
+    num_rows, width = scores.shape
+    assert scores.dtype == torch.float32 and lengths.dtype == torch.int32 and lengths.is_contiguous()
+    assert scores.stride(1) == 1 and width <= MAX_WIDTH, (scores.stride(), width)
+    assert predicted is None or (predicted.dtype == torch.float32 and predicted.is_contiguous())
+    assert k > 0 and (predicted is not None or not update)
+    positions = torch.empty(num_rows, k, dtype=torch.int32, device=scores.device)
+    kth = torch.empty(num_rows, dtype=torch.float32, device=scores.device)
+    if num_rows == 0:
+        return positions, kth
+    stride = scores.stride(0)
+    aligned = stride % 4 == 0 and width % 4 == 0 and scores.data_ptr() % 16 == 0
+    kernel = load_kernel(
+        "topk.cu",
+        "topk_positions",
+        (
+            ("CLUSTER", _CLUSTER),
+            ("THREADS", _THREADS),
+            ("MAX_CHUNKS", resident_chunks(width)),
+            ("ALIGNED", int(aligned)),
+        ),
+        _SHARED_BYTES,
+        scores.device.index,
+    )
+    # Grids have at most 65,535 rows of blocks.
+    for start in range(0, num_rows, 65535):
+        part = slice(start, start + 65535)
+        launch(
+            kernel,
+            (_CLUSTER, min(65535, num_rows - start), 1),
+            _THREADS,
+            (
+                (scores[part], POINTER),
+                (stride, INT64),
+                (width, UINT32),
+                (lengths[part], POINTER),
+                (None if predicted is None else predicted[part], POINTER),
+                (int(update), INT32),
+                (k, UINT32),
+                (positions[part], POINTER),
+                (kth[part], POINTER),
+            ),
+        )
+    return positions, kth
+
+
+def resident_chunks(width: int) -> int:
+    """The smallest instance that holds rows of this width in registers, 0 if none does."""
+    needed = -(-width // (_CLUSTER * _THREADS * 4))
+    return next((chunks for chunks in _RESIDENT_CHUNKS if chunks >= needed), 0)

@@ -1,0 +1,147 @@
+"""The Triton and CUDA top-k select exactly what the reference selects, whatever is predicted."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from echo_batch.kernels.reference.topk import topk_positions as reference
+from echo_batch.kernels.triton.topk import topk_positions, update_prediction
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def scores_of(kind: str, num_rows: int, width: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(num_rows, width, generator=generator)
+    coin = torch.rand(num_rows, width, generator=generator)
+    match kind:
+        case "normal":
+            return scores
+        case "negative":
+            return scores.abs().neg() * 1e-3 - 3.5
+        case "ties":
+            return (scores * 4).round() / 4
+        case "equal":
+            return torch.full_like(scores, 1.5)
+        case "zeros":
+            return torch.where(coin < 0.5, 0.0, -0.0)
+        case "minus_inf":
+            return scores.masked_fill(coin < 0.9, -math.inf)
+        case "plus_inf":
+            return scores.masked_fill(coin < 0.5, math.inf)
+        case "nan":
+            return scores.masked_fill(coin < 0.9, math.nan)
+        case "all_nan":
+            return torch.full_like(scores, math.nan)
+        case "wide":
+            return scores.mul(20).exp() * scores.sign()
+        case "sorted":
+            return scores.sort(1).values
+    raise AssertionError(kind)
+
+
+KINDS = ["normal", "negative", "ties", "equal", "zeros", "minus_inf", "plus_inf", "nan", "all_nan", "wide", "sorted"]
+
+
+def predictions(kth: Tensor) -> list[Tensor | None]:
+    """None, exact, near, and absurdly wrong both ways."""
+    mixed = torch.tensor([math.nan, 1e30, -1e30, 0.0]).repeat(kth.shape[0] // 4 + 1)[: kth.shape[0]]
+    infinite = torch.tensor([math.inf, -math.inf, 1e-42, -0.0]).repeat(kth.shape[0] // 4 + 1)[: kth.shape[0]]
+    return [None, kth, kth * 1.05 + 0.01, kth * 0.9 - 0.01, mixed, infinite]
+
+
+def check(op, scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None) -> None:
+    positions, kth = reference(scores, lengths, k)
+    # Whatever lies past a row's length must not matter.
+    garbage = torch.tensor([math.nan, math.inf, 1e30, -math.inf]).repeat(scores.shape[1] // 4 + 1)[: scores.shape[1]]
+    outside = torch.arange(scores.shape[1])[None, :] >= lengths[:, None]
+    dirty = torch.where(outside, garbage, scores).to(DEVICE)
+    got_positions, got_kth = op(dirty, lengths.to(DEVICE), k, None if predicted is None else predicted.to(DEVICE))
+    assert torch.equal(got_positions.cpu(), positions)
+    assert torch.equal(got_kth.cpu(), kth)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_as_reference(kind: str) -> None:
+    scores = scores_of(kind, 4, 500, seed=KINDS.index(kind))
+    lengths = torch.tensor([500, 64, 63, 499], dtype=torch.int32)
+    _, kth = reference(scores, lengths, 64)
+    for predicted in predictions(kth)[KINDS.index(kind) % 2 :: 2]:
+        check(topk_positions, scores, lengths, 64, predicted)
+
+
+def test_whole_row_when_many_candidates_pass() -> None:
+    scores = scores_of("normal", 2, 10000, seed=1)
+    scores[1, :9000] = 2.5
+    lengths = torch.tensor([10000, 9999], dtype=torch.int32)
+    check(topk_positions, scores, lengths, 200, torch.tensor([-5.0, 2.6]))
+
+
+@pytest.mark.parametrize("k", [1, 2, 100])
+def test_every_short_length(k: int) -> None:
+    lengths = torch.tensor([0, 1, 2, 3, 99, 100, 101, 130], dtype=torch.int32)
+    scores = scores_of("ties", len(lengths), 130, seed=k)
+    check(topk_positions, scores, lengths, k, None)
+
+
+def test_prediction_update() -> None:
+    predicted = torch.tensor([math.nan, 1.0, 2.0, 3.0, 4.0, math.nan], device=DEVICE)
+    kth = torch.tensor([5.0, 2.0, 7.0, -math.inf, math.inf, 6.0], device=DEVICE)
+    lengths = torch.tensor([65, 65, 64, 99, 99, 3], dtype=torch.int32, device=DEVICE)
+    update_prediction(predicted, kth, lengths, 64)
+    expected = torch.tensor([5.0, 1.5, 2.0, 3.0, 4.0, math.nan], device=DEVICE)
+    assert torch.equal(predicted.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda_same_as_reference(kind: str) -> None:
+    from echo_batch.kernels.cuda.topk import topk_positions as cuda_topk
+
+    for width, k in ((98304, 2048), (20003, 2048), (2500, 64), (163840, 2048), (200000, 2048)):
+        scores = scores_of(kind, 4, width, seed=width)
+        lengths = torch.tensor([width, k, k - 1, width - 1], dtype=torch.int32)
+        for predicted in predictions(reference(scores, lengths, k)[1]):
+            check(cuda_topk, scores, lengths, k, predicted)
+            if width == 98304:
+                check(topk_positions, scores, lengths, k, predicted)
+
+
+@pytest.mark.gpu
+def test_cuda_every_length_in_one_batch_and_update() -> None:
+    from echo_batch.kernels.cuda.topk import topk_positions as cuda_topk
+
+    lengths = torch.cat((torch.arange(0, 5000, 7), torch.tensor([2047, 2048, 2049, 100000]))).to(torch.int32)
+    scores = scores_of("ties", lengths.shape[0], 100000, seed=3)
+    check(cuda_topk, scores, lengths, 2048, None)
+    predicted = torch.linspace(-1.0, 3.0, lengths.shape[0])
+    predicted[::5] = math.nan
+    updated = predicted.to(DEVICE)
+    _, kth = cuda_topk(scores.to(DEVICE), lengths.to(DEVICE), 2048, updated, update=True)
+    expected = predicted.to(DEVICE)
+    update_prediction(expected, kth, lengths.to(DEVICE), 2048)
+    assert torch.equal(updated.nan_to_num(nan=-1e9), expected.nan_to_num(nan=-1e9))
+
+
+@pytest.mark.gpu
+def test_cuda_in_a_graph_follows_its_inputs() -> None:
+    from echo_batch.kernels.cuda.topk import topk_positions as cuda_topk
+
+    scores = torch.zeros(3, 32768, device=DEVICE)
+    lengths = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    predicted = torch.full((3,), math.nan, device=DEVICE)
+    cuda_topk(scores, lengths, 2048, predicted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        positions, kth = cuda_topk(scores, lengths, 2048, predicted, update=True)
+    for seed in range(5):
+        fresh = scores_of("normal", 3, 32768, seed)
+        fresh_lengths = torch.tensor([32768, 2048 + seed, 100 * seed], dtype=torch.int32)
+        scores.copy_(fresh)
+        lengths.copy_(fresh_lengths)
+        graph.replay()
+        expected_positions, expected_kth = reference(fresh, fresh_lengths, 2048)
+        assert torch.equal(positions.cpu(), expected_positions)
+        assert torch.equal(kth.cpu(), expected_kth)
