@@ -97,7 +97,7 @@ def decode_logits(
             latent = ops.sparse_mla(
                 inputs.query, cache.gpu_rows(layer), resolution.rows, config.softmax_scale, spec.row_format
             )
-            stream = model.attention_output(layer, inputs.stream, latent)
+            stream = model.attention_output(layer, stream, latent)
             stream = model.ffn(layer, stream, active)
     has_block = (new_slots >= 0) | ~active
     return model.logits(stream), has_block

@@ -70,7 +70,7 @@ def prefill(
         for lo in range(0, total, chunk_tokens):
             hi = min(lo + chunk_tokens, total)
             segments = segments_of_chunk(starts, lo, hi)
-            stream = Stream(hidden[lo:hi])
+            stream = Stream(hidden[lo:hi], None)
             selections: list[Tensor] = []
             for layer, rows in zip(layers, kv_rows, strict=True):
                 inputs = model.attention_inputs(layer, stream, positions[lo:hi])
@@ -88,7 +88,7 @@ def prefill(
                     )
                     for s, selection in zip(segments, selections, strict=True)
                 ]
-                stream = model.attention_output(layer, inputs.stream, torch.cat(latents))
+                stream = model.attention_output(layer, stream, torch.cat(latents))
                 stream = model.ffn(layer, stream, None)
             hidden[lo:hi] = stream.sum()
             for segment, selection in zip(segments, selections, strict=True):
@@ -102,7 +102,7 @@ def prefill(
             chosen = selected_by_last[start].to(torch.int64)
             chosen = chosen[chosen >= 0] + start
             cache.warm(group, slots[chosen], [rows[chosen] for rows in kv_rows])
-    return model.logits(Stream(hidden[torch.tensor(lasts, device=on_device)]))
+    return model.logits(Stream(hidden[torch.tensor(lasts, device=on_device)], None))
 
 
 def _select(

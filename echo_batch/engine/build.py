@@ -1,0 +1,63 @@
+"""From a plan to an engine: load the weights, allocate the cache, pick the ops."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from echo_batch.cache.manager import make_cache
+from echo_batch.config import RunConfig
+from echo_batch.engine.core import EngineCore
+from echo_batch.engine.plan import Plan
+from echo_batch.engine.stops import Detokenizer
+from echo_batch.kernels.ops import select_ops
+from echo_batch.models.config import ModelConfig
+from echo_batch.models.loader import load_model
+
+Progress = Callable[[int, int], None]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_core(
+    model_config: ModelConfig,
+    config: RunConfig,
+    plan: Plan,
+    *,
+    make_detokenizer: Callable[[], Detokenizer] | None = None,
+    progress: Progress | None = None,
+) -> EngineCore:
+    """Load the model that `plan` was made for and allocate its cache.
+
+    `progress(bytes_read, bytes_total)` is told of weights as they load. Raises ModelError for a checkpoint that does
+    not hold what its config promises and ConfigError for a host pool that the machine refuses.
+    """
+    plan.require_fit()
+    device = torch.device(plan.device)
+    ops = select_ops(device)
+    # The pools come first: they fail early and cheaply when the machine does not have what the plan counted on.
+    cache = make_cache(plan.cache, device, ops, poison=config.cache.poison)
+    try:
+        model = load_model(
+            model_config,
+            None if config.model.path is None else Path(config.model.path),
+            device=device,
+            dtype=DTYPES[plan.dtype],
+            row_kind=plan.cache.row_format.kind,
+            ops=ops,
+            load_format=config.model.load_format,
+            seed=config.sampling.seed,
+            progress=progress,
+        )
+    except BaseException:
+        cache.close()
+        raise
+    return EngineCore(
+        model=model,
+        cache=cache,
+        ops=ops,
+        plan=plan,
+        device=device,
+        eos_token_ids=model_config.eos_token_ids,
+        make_detokenizer=make_detokenizer,
+    )
