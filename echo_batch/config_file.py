@@ -109,9 +109,9 @@ def _near(key: str, known: list[str]) -> str:
     """ "; did you mean ...?" for a misspelt key or one without its section."""
     field = key.rpartition(".")[2].replace("-", "_")
     close = [k for k in known if k.rpartition(".")[2] == field]
-    close += difflib.get_close_matches(key.replace("-", "_"), known, n=3, cutoff=0.75)
+    close += difflib.get_close_matches(key.replace("-", "_"), known, n=3, cutoff=0.8)
     fields = {k.rpartition(".")[2]: k for k in known}
-    close += [fields[f] for f in difflib.get_close_matches(field, fields, n=2, cutoff=0.75)]
+    close += [fields[f] for f in difflib.get_close_matches(field, fields, n=2, cutoff=0.8)]
     unique = list(dict.fromkeys(close))[:3]
     return f"; did you mean {' or '.join(unique)}?" if unique else "; docs/configuration.md lists them all"
 
@@ -199,7 +199,7 @@ def _check_ranges(config: RunConfig) -> None:
             raise ConfigError(f"{key} must be at least 1, got {value}")
     if engine.tensor_parallel_size != 1:
         raise ConfigError(
-            "engine.tensor_parallel_size must be 1: all heads share one latent KV cache, so tensor parallelism would "
+            f"-tp {engine.tensor_parallel_size} is not offered: all heads share one latent KV cache, so tensor parallelism would "
             "put a full copy of it on every GPU. Use --dp: attention runs data-parallel, experts are spread over GPUs"
         )
     if engine.lookahead_steps is not None and not 0 <= engine.lookahead_steps <= 8:

@@ -42,7 +42,7 @@ class JobOptions:
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[INPUT]...", help="Parquet or JSON Lines files, directories, globs or URLs.", show_default=False
+            metavar="INPUT", help="Parquet or JSON Lines files, directories, globs or URLs.", show_default=False
         ),
     ] = None
     more_inputs: Annotated[
@@ -66,13 +66,13 @@ class JobOptions:
     ] = None
     limit: Annotated[int | None, _option(_IO, "Only the first N rows.", "--limit", metavar="N")] = None
     output_token_ids: Annotated[
-        bool | None, _option(_IO, "Add the column generated_token_ids.", "--output-token-ids/--no-output-token-ids")
+        bool | None, _option(_IO, "Add the column generated_token_ids.", "--output-token-ids")
     ] = None
     max_error_rate: Annotated[
         float | None, _option(_IO, "Share of rows that may fail before the exit code is 10.", "--max-error-rate")
     ] = None
     restart: Annotated[
-        bool | None, _option(_IO, "Throw away an earlier run of this output and start again.", "--restart/--no-restart")
+        bool | None, _option(_IO, "Throw away an earlier run of this output and start again.", "--restart")
     ] = None
 
     model: Annotated[
@@ -94,7 +94,7 @@ class JobOptions:
     ] = None
     trust_remote_code: Annotated[
         bool | None,
-        _option(_MODEL, "Allow code that came with the checkpoint.", "--trust-remote-code/--no-trust-remote-code"),
+        _option(_MODEL, "Allow code that came with the checkpoint.", "--trust-remote-code"),
     ] = None
     chat_template_kwargs: Annotated[
         str | None,
@@ -154,9 +154,7 @@ class JobOptions:
     stop: Annotated[
         list[str] | None, _option(_SAMPLING, "End a row at this text; may be repeated.", "--stop", metavar="TEXT")
     ] = None
-    ignore_eos: Annotated[
-        bool | None, _option(_SAMPLING, "Go on after the end-of-text token.", "--ignore-eos/--no-ignore-eos")
-    ] = None
+    ignore_eos: Annotated[bool | None, _option(_SAMPLING, "Go on after the end-of-text token.", "--ignore-eos")] = None
     logprobs: Annotated[
         int | None,
         _option(_SAMPLING, "Log-probabilities of the chosen and the N likeliest tokens.", "--logprobs", metavar="N"),
