@@ -46,6 +46,10 @@ class InterruptedJobError(EchoBatchError):
     exit_code = 75
 
 
+class EngineLostError(InterruptedJobError):
+    """The device failed under the engine: rows in flight are not done, the rest of the job can be resumed."""
+
+
 ROW_ERROR_CODES = (
     "bad_json",
     "no_prompt",

@@ -7,7 +7,7 @@ can be reused by the next launch.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from echo_batch.engine.sampler import StepOutput, sample_rows
 from echo_batch.engine.scheduler import Limits, Scheduler
 from echo_batch.engine.sequence import Sequence
 from echo_batch.engine.stops import Detokenizer, StopChecker
+from echo_batch.errors import EngineLostError
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
 from echo_batch.models.model import Model
@@ -37,7 +38,6 @@ class EngineStats:
     decode_steps: int = 0
     decode_row_steps: int = 0
     prefill_groups: int = 0
-    prefill_token_layers: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     running: int = 0
@@ -79,12 +79,23 @@ class EngineCore:
     stats: EngineStats = field(default_factory=EngineStats)
 
     @torch.inference_mode()
-    def run(self, requests: Iterable[Request]) -> Iterator[Completion | None]:
+    def run(self, requests: Iterable[Request]) -> Generator[Completion | None, None, None]:
         """Yield completions as they finish, and None after every step that finished nothing (so callers can poll).
 
         Requests are pulled only when they may soon run. A request that can never fit, or that turns non-finite, comes
         back as a completion with a failure; the others go on. Closing the iterator abandons what is in flight.
+        Raises EngineLostError when the device fails.
         """
+        try:
+            yield from self._run(requests)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise EngineLostError(f"the device failed: {str(error).splitlines()[0]}") from error
+
+    def close(self) -> None:
+        """Give the host pool back."""
+        self.cache.close()
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[Completion | None]:
         state = BatchState.allocate(self.plan.max_num_seqs, self.plan.max_model_len, self.device)
         scheduler = Scheduler(
             (self._sequence(r) for r in requests),
@@ -135,9 +146,7 @@ class EngineCore:
         eos = () if request.sampling.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
 
-    def _start(
-        self, admitted: list[Sequence], scheduler: Scheduler, state: BatchState
-    ) -> Iterator[Completion | None]:
+    def _start(self, admitted: list[Sequence], scheduler: Scheduler, state: BatchState) -> Iterator[Completion | None]:
         """Prefill sequences that just joined and sample their first tokens; None after every chunk."""
         started = time.perf_counter()
         ready = []
@@ -166,14 +175,15 @@ class EngineCore:
             chunk_tokens=self.plan.prefill_chunk_tokens,
             on_device=self.device,
         )
-        logits = None
+        logits, done, before = None, 0, self.stats.prompt_tokens
         while logits is None:
             try:
                 token_layers = next(steps)
             except StopIteration as end:
                 logits = end.value
             else:
-                self.stats.prefill_token_layers += token_layers
+                done += token_layers
+                self.stats.prompt_tokens = before + done // self.model.config.num_layers
                 yield None
         rows = torch.tensor([s.row for s in ready], device=self.device)
         state.active[rows] = True
@@ -188,7 +198,6 @@ class EngineCore:
         )
         completions = self._collect(_Launched(dict(enumerate(ready)), output), scheduler, state)
         self.stats.prefill_groups += 1
-        self.stats.prompt_tokens += sum(s.num_prompt_tokens for s in ready)
         self.stats.prefill_seconds += time.perf_counter() - started
         yield from completions
 
@@ -221,13 +230,14 @@ class EngineCore:
         finished = []
         for index, sequence in step.rows.items():
             token, code = int(output.tokens[index]), int(output.codes[index])
-            if sequence.row < 0 or token < 0 and code == RUNNING:
+            if sequence.row < 0 or (token < 0 and code == RUNNING):
                 # Left the batch (or finished on the device) after this step had been launched.
                 continue
             if code in (NON_FINITE, NO_BLOCK):
                 reason = "a non-finite value appeared" if code == NON_FINITE else "no block for the next token"
                 self._leave(sequence, scheduler, state)
-                finished.append(self._failed(sequence, "engine_failed", f"{reason} after {len(sequence.token_ids)} tokens"))
+                message = f"{reason} after {len(sequence.token_ids)} tokens"
+                finished.append(self._failed(sequence, "engine_failed", message))
                 continue
             self.stats.generated_tokens += 1
             sequence.token_ids.append(token)
@@ -291,7 +301,8 @@ def _greedy(sequences: list[Sequence]) -> bool:
 
 
 def _num_logprobs(sequences: list[Sequence]) -> int | None:
-    return max((s.request.sampling.logprobs for s in sequences if s.request.sampling.logprobs is not None), default=None)
+    asked = (s.request.sampling.logprobs for s in sequences)
+    return max((n for n in asked if n is not None), default=None)
 
 
 def _logprobs(output: StepOutput, index: int, token: int, num_top: int) -> TokenLogprobs:

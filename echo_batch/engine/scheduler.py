@@ -60,8 +60,8 @@ class Scheduler:
         if context > limits.max_model_len:
             return f"prompt and max_tokens need {context} tokens, the limit is {limits.max_model_len}"
         if sequence.num_blocks_needed > self.blocks.num_blocks:
-            pool = self.blocks.num_blocks * BLOCK_SIZE
-            return f"prompt and max_tokens need {sequence.num_blocks_needed * BLOCK_SIZE} host slots, the pool has {pool}"
+            need, pool = sequence.num_blocks_needed * BLOCK_SIZE, self.blocks.num_blocks * BLOCK_SIZE
+            return f"prompt and max_tokens need {need} host slots, the pool has {pool}"
         if self.gpu_minimum(sequence) > limits.gpu_tokens:
             return f"the request needs {self.gpu_minimum(sequence)} GPU rows, the pool has {limits.gpu_tokens}"
         return None

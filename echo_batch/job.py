@@ -1,0 +1,436 @@
+"""One job from end to end: preflight -> reader -> tokenizer -> engine -> writer -> report. Read this first.
+
+    Source --Record--> RequestBuilder --Request--> EngineCore --Completion--> PartWriter --parts--> output file
+
+Everything is pulled: rows are read when the engine has room for them, so memory stays bounded for any input.
+"""
+
+import logging
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from echo_batch.config import RunConfig
+from echo_batch.engine.hardware import Hardware, detect_hardware
+from echo_batch.engine.plan import Plan, cache_formats, compute_dtype
+from echo_batch.engine.plan_table import plan_to_dict
+from echo_batch.errors import EchoBatchError, EngineLostError, InterruptedJobError
+from echo_batch.files import write_json_atomic
+from echo_batch.hub import demo_model_dir
+from echo_batch.io.fingerprint import config_as_dict, job_fingerprint, model_fingerprint, tokenizer_fingerprint
+from echo_batch.io.index import IndexEntry, RowIndex
+from echo_batch.io.openai_output import OpenAIOutput
+from echo_batch.io.output_file import write_output
+from echo_batch.io.output_schema import ResultColumns
+from echo_batch.io.ownership import local_output_path, output_format
+from echo_batch.io.reader import Source, open_source
+from echo_batch.io.requests import RequestBuilder
+from echo_batch.io.run_dir import LOSSES_ALONE, LOSSES_FAILED, RunDirectory
+from echo_batch.io.writer import PartWriter
+from echo_batch.preflight import ModelFiles, inspect_model, make_builder, plan_for, read_input
+from echo_batch.report.metrics import JobMetrics, versions
+from echo_batch.report.progress import make_progress
+from echo_batch.report.summary import print_summary
+from echo_batch.report.textfile import MetricsTextfile
+from echo_batch.request import Completion, Request, RowFailure
+from echo_batch.signals import StopFlag
+
+if TYPE_CHECKING:
+    from echo_batch.engine.core import EngineCore
+
+TOO_MANY_FAILED_ROWS = 10
+"""Exit code of a published output with more failed rows than --max-error-rate allows."""
+
+_PULL_ROWS = 32
+_PULL_TOKENS = 262_144
+"""Rows that are read and tokenized together, at most so many and (but for one row) of so many tokens."""
+_CACHE_READ_SECONDS = 2.0
+"""Cache counters live on the device: read them rarely."""
+
+logger = logging.getLogger("echo_batch")
+
+
+def run_job(config: RunConfig, *, console: Console | None = None) -> int:
+    """Run a job to its end; returns the exit code (0, or 10 when too many rows failed).
+
+    `console` is where progress and the summary go (standard error). Raises EchoBatchError, whose `exit_code` says how
+    the job ended; whatever happens after the run directory has begun is also in its report.json and log.
+    """
+    console = console or Console(stderr=True)
+    output = local_output_path(config.output.path or "")
+    form = output_format(output, config.output.format)
+    hardware = detect_hardware(config.engine.device)
+    model = inspect_model(config)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopFlag())
+        # The lock comes before the input is read: a second copy of a nightly job ends here at once.
+        run = stack.enter_context(closing(RunDirectory.lock(output, inputs=_local_paths(config))))
+        metrics = JobMetrics()
+        progress = stack.enter_context(make_progress(console, sys.stderr, interval=config.report.heartbeat_seconds))
+        job = Job(config, model, hardware, run, metrics, _Reporter(config, metrics, progress, stop))
+        source = stack.enter_context(closing(job.open_input(output)))
+        if (
+            run.begin(job.fingerprint(source, form), config_as_dict(config), restart=config.output.restart)
+            == "complete"
+        ):
+            progress.close()
+            console.print(f"already complete: {output}", soft_wrap=True, highlight=False)
+            return 0
+        stack.enter_context(_log_file(run.path / "echo-batch.log"))
+        message: str | None = None
+        exit_code = 1
+        try:
+            exit_code = job.run(source, form)
+        except EchoBatchError as error:
+            ended = run.interrupted(str(error)) if isinstance(error, InterruptedJobError) else error
+            message, exit_code = str(ended), ended.exit_code
+            logger.error("%s", message)
+            raise ended from error
+        except Exception as error:
+            logger.error("bug: %s", traceback.format_exc())
+            message = f"internal error: {type(error).__name__}: {error}"
+            raise EchoBatchError(f"{message} (traceback in {run.path / 'echo-batch.log'})") from error
+        finally:
+            progress.close()
+            report = job.report(exit_code, message)
+            write_json_atomic(run.report_path, report)
+            print_summary(console, report)
+        return exit_code
+
+
+def plan_job(config: RunConfig, hardware: Hardware, *, console: Console | None = None) -> Plan:
+    """What `run_job` would do on `hardware` with this input, without loading weights or writing anything."""
+    model = inspect_model(config, check_weights=False)
+    with tempfile.TemporaryDirectory(prefix="echo-batch-") as directory, ExitStack() as stack:
+        stop = stack.enter_context(StopFlag())
+        metrics = JobMetrics()
+        progress = make_progress(console or Console(stderr=True), sys.stderr, interval=config.report.heartbeat_seconds)
+        reporter = _Reporter(config, metrics, stack.enter_context(progress), stop)
+        source = stack.enter_context(
+            closing(open_source(config.input.paths, spool_dir=Path(directory), config=config.input, scan=False))
+        )
+        _scan(source, metrics, reporter)
+        index = stack.enter_context(
+            closing(_preflight(config, model, hardware, source, Path(directory) / "index.sqlite", metrics, reporter))
+        )
+        return plan_for(config, model, hardware, index)
+
+
+class _Reporter:
+    """Feeds progress, heartbeat and the metrics file, and polls the stop flag, from wherever the job is."""
+
+    def __init__(self, config: RunConfig, metrics: JobMetrics, progress: Any, stop: StopFlag) -> None:
+        self._metrics, self._progress, self._stop = metrics, progress, stop
+        path = config.report.metrics_textfile
+        self._textfile = MetricsTextfile(Path(path)) if path is not None else None
+        self._interval = config.report.heartbeat_seconds
+        self._written = 0.0
+
+    def step(self) -> None:
+        """Call it at every step of any loop. Raises InterruptedJobError when a stop was asked for."""
+        snapshot = self._metrics.snapshot()
+        self._progress.update(snapshot)
+        now = time.monotonic()
+        if self._textfile is not None and now - self._written >= self._interval:
+            self._textfile.write(snapshot)
+            self._written = now
+        self._stop.check()
+
+    def finish(self, *, success: bool) -> None:
+        """The last numbers; `success` stamps the time of the last success."""
+        if self._textfile is not None:
+            self._textfile.write(self._metrics.snapshot(), success_at=time.time() if success else None)
+
+
+class Job:
+    """The parts of one started job and the steps that join them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: ModelFiles,
+        hardware: Hardware,
+        run: RunDirectory,
+        metrics: JobMetrics,
+        reporter: _Reporter,
+    ) -> None:
+        self.config, self.model, self.hardware = config, model, hardware
+        self.directory, self.metrics, self.reporter = run, metrics, reporter
+        self.plan: Plan | None = None
+
+    def open_input(self, output: Path) -> Source:
+        """The input, scanned; its spool lives in the run directory and survives a resume."""
+        source = open_source(
+            self.config.input.paths,
+            spool_dir=self.directory.path / "spool",
+            config=self.config.input,
+            exclude=[str(output)],
+            scan=False,
+        )
+        try:
+            _scan(source, self.metrics, self.reporter)
+        except BaseException:
+            source.close()
+            raise
+        return source
+
+    def fingerprint(self, source: Source, form: str) -> dict[str, str]:
+        """What must be the same for a resume."""
+        assert self.config.model.path is not None
+        row, _ = cache_formats(self.model.config, self.config, self.hardware)
+        return job_fingerprint(
+            self.config,
+            model=model_fingerprint(self.config.model.path),
+            tokenizer=tokenizer_fingerprint(self.model.tokenizer_path),
+            input=source.fingerprint(),
+            precision={"dtype": compute_dtype(self.config, self.hardware.kind), "rows": row.kind},
+            output_format=form,
+        )
+
+    def run(self, source: Source, form: Any) -> int:
+        """Preflight, plan, engine, merge. Returns the exit code."""
+        config, metrics = self.config, self.metrics
+        self._resume_counts()
+        index_path = self.directory.path / "spool" / "index.sqlite"
+        index = _preflight(config, self.model, self.hardware, source, index_path, metrics, self.reporter)
+        with closing(index):
+            metrics.rows_total = source.num_rows
+            self.plan = plan = plan_for(config, self.model, self.hardware, index)
+            columns = ResultColumns(
+                cut_tokens=config.input.too_long != "fail",
+                token_ids=config.output.output_token_ids,
+                logprobs=config.sampling.logprobs is not None
+                or "logprobs" in source.schema.names
+                or (source.is_openai and form == "openai"),
+            )
+            with PartWriter(self.directory, columns) as writer:
+                failed = ((row, failure) for row, failure in index.iter_failures())
+                self._write_failures(writer, failed)
+                if next(self._pending(index), None) is not None:
+                    plan.require_fit()
+                    builder = make_builder(config, self.model, self.hardware, source)
+                    self._generate(source, index, builder, writer)
+        with metrics.in_stage("merge", source.num_rows):
+            openai = OpenAIOutput(
+                run_id=self.directory.run_id,
+                model=Path(config.model.path or "").name,
+                created=self.directory.created,
+                tokenizer=self.model.tokenizer,
+            )
+            for rows in write_output(
+                self.directory,
+                source,
+                num_rows=source.num_rows,
+                columns=columns,
+                form=form,
+                versions=versions(),
+                openai=openai,
+                limited=config.input.limit is not None,
+            ):
+                metrics.stage_done = rows
+                self.reporter.step()
+        rate = metrics.rows_failed / source.num_rows if source.num_rows else 0.0
+        exit_code = TOO_MANY_FAILED_ROWS if rate > config.output.max_error_rate else 0
+        self.reporter.finish(success=exit_code == 0)
+        return exit_code
+
+    def report(self, exit_code: int, message: str | None) -> dict[str, Any]:
+        """The content of report.json."""
+        return self.metrics.report(
+            exit_code=exit_code,
+            output=str(self.directory.output),
+            model=str(self.config.model.path),
+            demo_model=Path(self.config.model.path or "") == demo_model_dir(),
+            num_starts=self.directory.num_starts,
+            message=message,
+            plan=plan_to_dict(self.plan) if self.plan is not None else None,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _resume_counts(self) -> None:
+        totals = self.directory.manifest.totals()
+        self.metrics.resume(
+            rows=totals.rows,
+            failed=totals.failed,
+            prompt_tokens=totals.input_tokens,
+            cached_tokens=totals.cached_tokens,
+            generated_tokens=totals.generated_tokens,
+        )
+
+    def _pending(self, index: RowIndex) -> Iterator[IndexEntry]:
+        """Good rows without a committed result, longest first."""
+        manifest = self.directory.manifest
+        return (entry for entry in index.iter_entries() if not manifest.is_committed(entry.row_id))
+
+    def _write_failures(self, writer: PartWriter, failures: Iterable[tuple[int, RowFailure]]) -> None:
+        for row_id, failure in failures:
+            if not self.directory.manifest.is_committed(row_id):
+                self._write(writer, Completion(row_id=row_id, failure=failure))
+                self.reporter.step()
+
+    def _write(self, writer: PartWriter, completion: Completion) -> None:
+        self.metrics.add_completion(completion)
+        writer.write([completion])
+
+    def _generate(self, source: Source, index: RowIndex, builder: RequestBuilder, writer: PartWriter) -> None:
+        """Load the engine and run every pending row through it."""
+        assert self.plan is not None
+        pending = self._pending(index)
+        self.metrics.prefill_total = self.metrics.decode_bound = 0
+        for entry in self._pending(index):
+            self.metrics.prefill_total += entry.num_tokens
+            self.metrics.decode_bound += entry.max_tokens
+        core = self._load_engine(self.plan)
+        with closing(core), self.metrics.in_stage("run"):
+            suspects: list[IndexEntry] = []
+            self._drain(core, self._requests(pending, suspects, source, builder, writer), writer)
+            # Rows that were in flight at two engine losses run alone, last: they cannot take others with them.
+            for entry in suspects:
+                self._drain(core, self._requests(iter([entry]), None, source, builder, writer), writer)
+        self.directory.clear_in_flight()
+
+    def _load_engine(self, plan: Plan) -> "EngineCore":
+        # torch is imported here and not before: a job that cannot work should say so without the wait.
+        from echo_batch.engine.build import build_core
+
+        metrics = self.metrics
+
+        def loaded(done: int, total: int) -> None:
+            metrics.stage_done, metrics.stage_total = done, total
+            self.reporter.step()
+
+        tokenizer = self.model.tokenizer
+        with metrics.in_stage("load"):
+            core = build_core(
+                self.model.config,
+                self.config,
+                plan,
+                make_detokenizer=None if tokenizer is None else tokenizer.make_detokenizer,
+                progress=loaded,
+            )
+        metrics.host_pool_tokens = plan.cache.host_tokens
+        metrics.gpu_pool_tokens = plan.cache.gpu_tokens
+        metrics.bytes_per_recall = plan.cache.row_format.row_bytes * plan.cache.num_layers / plan.cache.num_groups
+        return core
+
+    def _requests(
+        self,
+        entries: Iterator[IndexEntry],
+        suspects: list[IndexEntry] | None,
+        source: Source,
+        builder: RequestBuilder,
+        writer: PartWriter,
+    ) -> Iterator[Request]:
+        """Requests of these rows, read and tokenized a few at a time. Rows with engine losses go to `suspects`."""
+        all_losses = self.directory.manifest.losses()
+        for batch in _pulls(entries):
+            rows = []
+            for entry in batch:
+                losses = all_losses.get(entry.row_id, 0)
+                if losses >= LOSSES_FAILED:
+                    text = f"in flight at {losses} losses of the engine, alone at the last"
+                    failure = RowFailure(code="engine_failed", message=text)
+                    self._write(writer, Completion(row_id=entry.row_id, failure=failure))
+                elif losses >= LOSSES_ALONE and suspects is not None:
+                    suspects.append(entry)
+                else:
+                    rows.append(entry.row_id)
+            records = list(source.read_records(rows))
+            for record, request in zip(records, builder.build_many(records), strict=True):
+                if isinstance(request, RowFailure):
+                    self._write(writer, Completion(row_id=record.row_id, failure=request))
+                    continue
+                self.directory.mark_in_flight([request.row_id])
+                yield request
+
+    def _drain(self, core: "EngineCore", requests: Iterator[Request], writer: PartWriter) -> None:
+        """Run requests to their end, writing completions as they come."""
+        read_at = 0.0
+        try:
+            with closing(core.run(requests)) as completions:
+                for completion in completions:
+                    if completion is not None:
+                        self._write(writer, completion)
+                    else:
+                        writer.poll()
+                    self.metrics.read_engine([core.stats])
+                    now = time.monotonic()
+                    if now - read_at >= _CACHE_READ_SECONDS:
+                        self.metrics.read_cache([core.cache.counters()])
+                        read_at = now
+                    self.reporter.step()
+        except EngineLostError:
+            writer.flush()
+            self.directory.record_engine_loss()
+            raise
+        except InterruptedJobError:
+            writer.flush()
+            self.directory.clear_in_flight()
+            raise
+        self.metrics.read_engine([core.stats])
+        self.metrics.read_cache([core.cache.counters()])
+
+
+def _scan(source: Source, metrics: JobMetrics, reporter: _Reporter) -> None:
+    """First pass over the input: rows, columns, spool."""
+    with metrics.in_stage("preflight"):
+        for done in source.scan():
+            metrics.stage_done = done.num_rows
+            reporter.step()
+
+
+def _preflight(
+    config: RunConfig,
+    model: ModelFiles,
+    hardware: Hardware,
+    source: Source,
+    index_path: Path,
+    metrics: JobMetrics,
+    reporter: _Reporter,
+) -> RowIndex:
+    """Tokenize every row once; returns the index of the input."""
+    with metrics.in_stage("preflight"):
+        for done in read_input(config, model, hardware, source, index_path):
+            metrics.stage_done, metrics.stage_total = done.num_rows, source.num_rows
+            reporter.step()
+    return RowIndex(index_path)
+
+
+def _pulls(entries: Iterator[IndexEntry]) -> Iterator[list[IndexEntry]]:
+    """Entries in batches of bounded rows and tokens."""
+    batch: list[IndexEntry] = []
+    tokens = 0
+    for entry in entries:
+        if batch and (len(batch) >= _PULL_ROWS or tokens + entry.num_tokens > _PULL_TOKENS):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(entry)
+        tokens += entry.num_tokens
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """The log of one start, appended to `path`."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def _local_paths(config: RunConfig) -> list[str]:
+    return [path for path in config.input.paths if "://" not in path]

@@ -1,0 +1,145 @@
+"""What is known before anything is loaded: the model's description, the input's rows and tokens, and the plan.
+
+`plan` and `run` go through the same functions, so what was planned is what runs. Imports no torch.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echo_batch.config import RunConfig
+from echo_batch.engine.hardware import Hardware
+from echo_batch.engine.plan import InputStats, Plan, context_limit, make_plan
+from echo_batch.errors import ConfigError, ModelError
+from echo_batch.io.chat import load_chat
+from echo_batch.io.fingerprint import hash_json, tokenizer_fingerprint
+from echo_batch.io.index import IndexProgress, RowIndex, build_index
+from echo_batch.io.progress import ScanProgress
+from echo_batch.io.reader import Source
+from echo_batch.io.requests import PromptLimits, RequestBuilder, base_sampling
+from echo_batch.io.tokenizer import Tokenizer, load_tokenizer
+from echo_batch.models.checkpoint import check_checkpoint
+from echo_batch.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """A checkpoint as far as it can be known without its weights."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    tokenizer_path: Path
+    generation_config: dict[str, Any]
+
+
+def inspect_model(config: RunConfig, *, check_weights: bool = True) -> ModelFiles:
+    """Read and check a checkpoint's descriptions: config, tensor names and shapes (`check_weights`), tokenizer.
+
+    Raises ModelError naming the field or tensor, ConfigError without a model.
+    """
+    source = config.model
+    if source.path is None:
+        raise ConfigError("no model: give --model DIR or a Hub id")
+    path = Path(source.path)
+    if source.num_layers is not None and source.load_format != "dummy":
+        raise ConfigError("model.num_layers cuts layers off, which only makes sense with --load-format dummy")
+    model_config = ModelConfig.from_dir(path, num_layers=source.num_layers, latent_eps=source.rms_norm_eps_latent)
+    if check_weights and source.load_format != "dummy":
+        check_checkpoint(model_config, path)
+    tokenizer_path = Path(source.tokenizer) if source.tokenizer is not None else path
+    tokenizer = load_tokenizer(tokenizer_path)
+    if tokenizer is None and source.tokenizer is not None:
+        raise ModelError(f"--tokenizer {tokenizer_path}: no tokenizer.json there")
+    return ModelFiles(
+        config=model_config,
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
+        generation_config=_generation_config(path),
+    )
+
+
+def make_builder(config: RunConfig, model: ModelFiles, hardware: Hardware, source: Source) -> RequestBuilder:
+    """The builder of this job's requests. Raises ConfigError, ModelError, InputError (options against the input)."""
+    limits = PromptLimits(context_tokens=_row_limit(config, model.config, hardware), vocab_size=model.config.vocab_size)
+    chat = load_chat(
+        model.tokenizer_path if model.tokenizer_path.is_dir() else model.tokenizer_path.parent,
+        tokenizer=model.tokenizer,
+        model_type=model.config.model_type,
+        kwargs=config.input.chat_template_kwargs,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return RequestBuilder(
+        config,
+        model.tokenizer,
+        chat,
+        limits,
+        generation_config=model.generation_config,
+        is_openai=source.is_openai,
+    )
+
+
+def read_input(
+    config: RunConfig, model: ModelFiles, hardware: Hardware, source: Source, index_path: Path
+) -> Iterator[ScanProgress | IndexProgress]:
+    """Pass over the input (already scanned): tokenize every row and write the index to `index_path`, with progress."""
+    builder = make_builder(config, model, hardware, source)
+    fingerprint = {
+        "input": source.fingerprint(),
+        "limit": config.input.limit,
+        "tokenizer": tokenizer_fingerprint(model.tokenizer_path),
+        "prompts": hash_json(
+            [
+                config.input.prompt_column,
+                config.input.prompt_template,
+                config.input.too_long,
+                config.input.chat_template_kwargs,
+                config.model.trust_remote_code,
+            ]
+        ),
+        "sampling": hash_json(base_sampling(config, model.generation_config)),
+        "context": _row_limit(config, model.config, hardware),
+        "vocabulary": model.config.vocab_size,
+    }
+    yield from build_index(index_path, source, builder, fingerprint=fingerprint)
+
+
+def input_stats(index: RowIndex) -> InputStats:
+    """What the plan needs to know of the input."""
+    totals = index.totals()
+    return InputStats(
+        num_rows=totals.num_rows,
+        num_bad_rows=totals.num_rows - totals.num_good,
+        prompt_tokens=totals.prompt_tokens,
+        longest_prompt_tokens=totals.longest_prompt,
+        longest_row_tokens=totals.longest_total,
+        total_row_tokens=totals.total_blocks * 64,
+    )
+
+
+def plan_for(config: RunConfig, model: ModelFiles, hardware: Hardware, index: RowIndex | None) -> Plan:
+    """The plan of a job, with or without an input."""
+    return make_plan(model.config, config, hardware, None if index is None else input_stats(index))
+
+
+def _row_limit(config: RunConfig, model: ModelConfig, hardware: Hardware) -> int:
+    """Tokens of context that a row may have: the model's, --max-model-len, and the whole host pool (N_H)."""
+    limit = context_limit(model, config)
+    if config.cache.host_pool.kind != "tokens":
+        # Bytes, percent and auto become tokens in the plan; without an input it takes the most that they allow.
+        limit = min(limit, make_plan(model, config, hardware, None).cache.host_tokens)
+    return limit
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{file}: expected a JSON object")
+    return values
