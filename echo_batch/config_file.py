@@ -199,8 +199,8 @@ def _check_ranges(config: RunConfig) -> None:
             raise ConfigError(f"{key} must be at least 1, got {value}")
     if engine.tensor_parallel_size != 1:
         raise ConfigError(
-            f"-tp {engine.tensor_parallel_size} is not offered: all heads share one latent KV cache, so tensor parallelism would "
-            "put a full copy of it on every GPU. Use --dp: attention runs data-parallel, experts are spread over GPUs"
+            f"-tp {engine.tensor_parallel_size} is not offered: all heads share one latent KV cache, so every GPU of a "
+            "tensor parallel group would hold a full copy. Use --dp: attention runs data-parallel, experts are spread"
         )
     if engine.lookahead_steps is not None and not 0 <= engine.lookahead_steps <= 8:
         raise ConfigError(f"engine.lookahead_steps must be between 0 and 8, got {engine.lookahead_steps}")

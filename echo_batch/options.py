@@ -14,7 +14,6 @@ import typer
 
 from echo_batch.config import RunConfig
 from echo_batch.config_file import make_config
-from echo_batch.errors import ConfigError
 
 Result = TypeVar("Result")
 
@@ -231,17 +230,9 @@ def config_from_options(options: JobOptions, *, defaults: dict[str, Any] | None 
 
 
 def with_output(config: RunConfig) -> RunConfig:
-    """The same configuration with output path and format decided. Raises ConfigError when the suffix says nothing."""
-    path, form = config.output.path, config.output.format
-    if path is None:
-        path = default_output_path(config.input.paths, form)
-    if form is None:
-        suffix = PurePosixPath(path).suffix.lower()
-        forms: dict[str, Literal["parquet", "jsonl", "openai"]] = {".parquet": "parquet", ".jsonl": "jsonl"}
-        if suffix not in forms:
-            raise ConfigError(f"-o {path}: the suffix names no form; use .parquet or .jsonl, or add --format")
-        form = forms[suffix]
-    return dataclasses.replace(config, output=dataclasses.replace(config.output, path=path, format=form))
+    """The same configuration with a path for the output; its form is `io.ownership.output_format`'s to tell."""
+    path = config.output.path or default_output_path(config.input.paths, config.output.format)
+    return dataclasses.replace(config, output=dataclasses.replace(config.output, path=path))
 
 
 def default_output_path(inputs: tuple[str, ...], form: str | None) -> str:

@@ -31,6 +31,8 @@ _CPU_SHARE = 0.8
 """Of free memory, for everything on a CPU: Python objects, input and output need the rest."""
 _HOST_SHARE = 0.95
 """Of free host memory, for host pools asked for by size."""
+_CONTEXT_STEP = 1024
+"""Step of the search for a context that fits."""
 _CPU_ROWS_WITHOUT_INPUT = 4
 """Rows at the context limit that an automatic CPU pool holds when the input is not known."""
 
@@ -166,14 +168,66 @@ def make_plan(model: ModelConfig, config: RunConfig, hardware: Hardware, stats: 
     `stats` is None when there is no input to look at. Raises ConfigError for settings that contradict each other or the
     machine; what merely does not fit is in `problems` (see `Plan.require_fit`).
     """
-    plan = _decide(model, config, hardware, stats)
+    weights = _weights(model, config, hardware)
+    plan = _decide(model, config, hardware, stats, weights)
     if plan.fits or plan.problems[0].suggestion:
         return plan
-    remedy = _remedy(plan, config, stats)
+    remedy = _remedy(plan, config, stats, weights)
     return replace(plan, problems=tuple(replace(p, suggestion=p.suggestion or remedy) for p in plan.problems))
 
 
-def _decide(model: ModelConfig, config: RunConfig, hardware: Hardware, stats: InputStats | None) -> Plan:
+def row_limit(model: ModelConfig, config: RunConfig, hardware: Hardware) -> int:
+    """Longest row (prompt and output, in tokens) that a plan on this machine can hold, before the input is known.
+
+    The smaller of `context_limit` and the host pool; with an automatic host pool also what the activations of such a
+    long prompt leave room for. When nothing fits it is `context_limit`, and the plan says what is wrong.
+    """
+    limit, size = context_limit(model, config), config.cache.host_pool.kind
+    if size == "tokens":
+        return limit
+    weights = _weights(model, config, hardware)
+
+    if size != "auto":
+        return _decide(model, config, hardware, None, weights).max_model_len
+    return _longest_context(model, config, hardware, None, weights) or limit
+
+
+def _longest_context(
+    model: ModelConfig,
+    config: RunConfig,
+    hardware: Hardware,
+    stats: InputStats | None,
+    weights: memory.WeightBytes,
+) -> int:
+    """The largest context limit with which a plan fits and its host pool holds the longest row; 0 if there is none."""
+
+    def holds(context: int) -> bool:
+        shorter = replace(config, model=replace(config.model, max_model_len=context))
+        plan = _decide(model, shorter, hardware, stats, weights)
+        return plan.fits and plan.cache.host_tokens >= plan.min_host_tokens
+
+    limit = context_limit(model, config)
+    if holds(limit):
+        return limit
+    low, high = 0, -(-limit // _CONTEXT_STEP)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle * _CONTEXT_STEP) else (low, middle)
+    return low * _CONTEXT_STEP
+
+
+def _weights(model: ModelConfig, config: RunConfig, hardware: Hardware) -> memory.WeightBytes:
+    dtype = compute_dtype(config, hardware.kind)
+    return memory.weight_bytes(model, dtype=dtype, keep_fp8=hardware.kind == "cuda" and dtype == "bfloat16")
+
+
+def _decide(
+    model: ModelConfig,
+    config: RunConfig,
+    hardware: Hardware,
+    stats: InputStats | None,
+    weight_bytes: memory.WeightBytes,
+) -> Plan:
     """make_plan without the search for a remedy outside the pools."""
     workers = _check_machine(config, hardware)
     on_cpu = hardware.kind == "cpu"
@@ -185,8 +239,7 @@ def _decide(model: ModelConfig, config: RunConfig, hardware: Hardware, stats: In
     longest_prompt = longest_row if known is None else max(1, min(longest_row, known.longest_prompt_tokens))
     seqs_bound = config.engine.max_num_seqs or _MAX_AUTO_SEQS[hardware.kind]
 
-    keep_fp8 = not on_cpu and dtype == "bfloat16"
-    weights = memory.weight_bytes(model, dtype=dtype, keep_fp8=keep_fp8).per_worker(workers)
+    weights = weight_bytes.per_worker(workers)
     total = hardware.host_bytes if on_cpu else hardware.hbm_bytes
     utilization = config.engine.gpu_memory_utilization
     budget = int(total * _CPU_SHARE) if on_cpu else min(int(total * utilization), hardware.hbm_free_bytes)
@@ -343,24 +396,20 @@ def _context_notes(pools: Pools, known: InputStats | None, limit: int) -> tuple[
     return ()
 
 
-def _remedy(plan: Plan, config: RunConfig, stats: InputStats | None) -> str:
+def _remedy(plan: Plan, config: RunConfig, stats: InputStats | None, weights: memory.WeightBytes) -> str:
     """The nearest setting outside the pools that fits: more workers, a shorter context, a larger node; "" if none."""
-    engine, source, hardware = config.engine, config.model, plan.hardware
+    engine, hardware = config.engine, plan.hardware
     for workers in (plan.num_workers * 2**n for n in range(1, 7)):
         if hardware.kind == "cuda" and workers <= hardware.num_devices:
             wider = replace(config, engine=replace(engine, data_parallel_size=workers))
-            if _decide(plan.model, wider, hardware, stats).fits:
+            if _decide(plan.model, wider, hardware, stats, weights).fits:
                 return f"--dp {workers}"
-    length = context_limit(plan.model, config) // 2
-    while length >= 1024:
-        length = length // 1024 * 1024
-        shorter = replace(config, model=replace(source, max_model_len=length))
-        if _decide(plan.model, shorter, plan.hardware, stats).fits:
-            return f"--max-model-len {length}"
-        length //= 2
+    length = _longest_context(plan.model, config, hardware, stats, weights)
+    if length:
+        return f"--max-model-len {length}"
     for workers in (plan.num_workers * 2**n for n in range(1, 7)):
         if hardware.kind == "cuda" and workers > hardware.num_devices:
             wider = replace(config, engine=replace(engine, data_parallel_size=workers))
-            if _decide(plan.model, wider, replace(hardware, num_devices=workers), stats).fits:
+            if _decide(plan.model, wider, replace(hardware, num_devices=workers), stats, weights).fits:
                 return f"{workers} GPUs of this kind"
     return ""
