@@ -5,9 +5,7 @@ from torch import Tensor
 
 from echo_batch.kernels.formats import RowFormat
 from echo_batch.kernels.reference.rows import unpack_kv_values
-
-_SLICE_ELEMENTS = 1 << 24
-"""KV values gathered at once (fp32, 64 MiB)."""
+from echo_batch.kernels.reference.slices import row_slices
 
 
 def sparse_mla(query: Tensor, rows: Tensor, indices: Tensor, softmax_scale: float, fmt: RowFormat) -> Tensor:
@@ -28,17 +26,15 @@ def sparse_mla(query: Tensor, rows: Tensor, indices: Tensor, softmax_scale: floa
     # Many reads of few rows: unpack each row once. Few reads of many rows: gather the packed bytes, then unpack.
     unpack_first = num_tokens * width >= rows.shape[0]
     table = unpack_kv_values(rows, fmt) if unpack_first else rows
-    step = max(1, _SLICE_ELEMENTS // (width * row_dim))
-    for start in range(0, num_tokens, step):
-        part = indices[start : start + step]
-        missing = part == -1
-        picked = table.index_select(0, part.clamp(min=0).flatten().long())
+    for part in row_slices(num_tokens, width * row_dim, query.device):
+        missing = indices[part] == -1
+        picked = table.index_select(0, indices[part].clamp(min=0).flatten())
         values = (picked if unpack_first else unpack_kv_values(picked, fmt)).view(-1, width, row_dim)
         if bool(missing.any()):
             # Not just masked scores: 0 * NaN of a foreign row would reach the output through the weighted sum.
-            values = values.masked_fill(missing.unsqueeze(-1), 0.0)
-        scores = torch.bmm(query[start : start + step].float(), values.transpose(1, 2)).mul_(softmax_scale)
+            values.masked_fill_(missing.unsqueeze(-1), 0.0)
+        scores = torch.bmm(query[part].float(), values.transpose(1, 2)).mul_(softmax_scale)
         scores.masked_fill_(missing.unsqueeze(1), float("-inf"))
         weights = scores.softmax(-1).masked_fill_(missing.all(1)[:, None, None], 0.0)
-        out[start : start + step] = torch.bmm(weights, values[..., : fmt.latent_dim]).to(query.dtype)
+        out[part] = torch.bmm(weights, values[..., : fmt.latent_dim]).to(query.dtype)
     return out

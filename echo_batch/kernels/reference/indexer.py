@@ -8,9 +8,10 @@ from torch import Tensor
 
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.reference.rows import read_index_keys, unpack_index_keys
+from echo_batch.kernels.reference.slices import row_slices
 
-_SLICE_ELEMENTS = 1 << 20
-"""Per-head products held at once (fp32): small enough to stay in a CPU's cache."""
+_KEYS_PER_TILE = 1024
+"""Keys scored at once: the per-head products of a tile stay in a CPU's cache."""
 
 
 def _scores(query: Tensor, weights: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
@@ -56,15 +57,12 @@ def index_scores_contiguous(query: Tensor, weights: Tensor, keys: Tensor, row_en
         return scores
     values, scale = unpack_index_keys(keys[: int(row_ends.max())], fmt)
     positions = torch.arange(values.shape[0], device=query.device)
-    step = max(1, _SLICE_ELEMENTS // (num_heads * max(1, values.shape[0])))
-    for start in range(0, num_tokens, step):
-        ends = row_ends[start : start + step]
-        end = int(ends.max())
-        part = _scores(
-            query[start : start + step].float(),
-            weights[start : start + step],
-            values[:end],
-            None if scale is None else scale[:end],
-        )
-        scores[start : start + step, :end] = part.masked_fill_(positions[:end] >= ends.unsqueeze(1), float("-inf"))
+    for part in row_slices(num_tokens, num_heads * min(_KEYS_PER_TILE, values.shape[0]), query.device):
+        part_query, part_weights = query[part].float(), weights[part]
+        part_ends = row_ends[part]
+        longest = int(part_ends.max())
+        for start in range(0, longest, _KEYS_PER_TILE):
+            tile = slice(start, min(start + _KEYS_PER_TILE, longest))
+            tile_scores = _scores(part_query, part_weights, values[tile], None if scale is None else scale[tile])
+            scores[part, tile] = tile_scores.masked_fill_(positions[tile] >= part_ends.unsqueeze(1), float("-inf"))
     return scores

@@ -7,8 +7,8 @@ from torch import Tensor
 from echo_batch.kernels.reference.linear import linear
 from echo_batch.kernels.weights import Weight, expert_of
 
-_SLICE_ELEMENTS = 1 << 26
-"""Expert outputs held at once (256 MiB of fp32)."""
+_SLICE_TOKENS = 8192
+"""Tokens whose expert outputs are held at once; fewer would make the experts' matrices small."""
 
 
 def route(
@@ -48,13 +48,11 @@ def routed_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight,
     Each (token, slot) has a partial of its own; they are summed in fp32 in slot order, so that the result does not
     depend on the order of execution.
     """
-    num_slots = experts.shape[1]
-    step = max(1, _SLICE_ELEMENTS // (num_slots * x.shape[1]))
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for start in range(0, x.shape[0], step):
-        part = slice(start, start + step)
+    for start in range(0, x.shape[0], _SLICE_TOKENS):
+        part = slice(start, start + _SLICE_TOKENS)
         partials = _partials(x[part], experts[part], gate_up, down)
-        for slot in range(num_slots):
+        for slot in range(experts.shape[1]):
             out[part] += weights[part, slot, None] * partials[:, slot].float()
     return out
 

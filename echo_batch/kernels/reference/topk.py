@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor
 
+from echo_batch.kernels.reference.slices import row_slices
+
 _OUTSIDE = -(2**31)
 _NAN = _OUTSIDE + 1
-
-
-def _sortable(scores: Tensor) -> Tensor:
-    """fp32 -> int32 of the same order; -0.0 equals 0.0, NaN comes below -inf."""
-    bits = (scores + 0.0).view(torch.int32)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return keys.masked_fill_(scores.isnan(), _NAN)
+"""Sort keys below that of any number: of positions that are no candidates, and of NaN scores."""
+_PLUS_INF = 0x7F800000
+_MINUS_INF = -0x7F800001
+"""Sort keys of the infinities; NaNs lie outside of them before they are moved to _NAN."""
 
 
 def topk_positions(scores: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -24,26 +23,53 @@ def topk_positions(scores: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Ten
     num_rows, width = scores.shape
     positions = torch.full((num_rows, k), -1, dtype=torch.int32, device=scores.device)
     kth = torch.full((num_rows,), float("-inf"), device=scores.device)
-    if num_rows == 0 or width == 0:
-        return positions, kth
-    # Whatever stands past `lengths` (garbage, NaN) must not matter.
-    outside = torch.arange(width, device=scores.device) >= lengths.unsqueeze(1)
-    keys = _sortable(scores).masked_fill_(outside, _OUTSIDE)
-    threshold = torch.topk(keys, min(k, width), sorted=False).values.amin(1, keepdim=True)
-    chosen = keys > threshold
-    equal = (keys == threshold) & (threshold > _OUTSIDE)
-    wanted = k - chosen.sum(1, keepdim=True)
-    surplus = (equal.sum(1, keepdim=True) > wanted).squeeze(1)
-    if bool(surplus.any()):
-        tied = equal[surplus]
-        equal[surplus] = tied & (tied.cumsum(1) <= wanted[surplus])
-    chosen |= equal
-    rows, columns = chosen.nonzero(as_tuple=True)
-    counts = chosen.sum(1)
-    first = counts.cumsum(0) - counts
-    positions[rows, torch.arange(rows.shape[0], device=rows.device) - first[rows]] = columns.to(torch.int32)
-    if width >= k:
-        score = threshold ^ ((threshold >> 31) & 0x7FFFFFFF)
-        is_score = (threshold > _NAN).squeeze(1)
-        kth = torch.where(is_score, score.view(torch.float32).squeeze(1), kth)
+    for part in row_slices(num_rows, width, scores.device):
+        longest = min(width, int(lengths[part].max()))
+        if longest > 0:
+            _select(scores[part, :longest], lengths[part], positions[part], kth[part])
     return positions, kth
+
+
+def _select(scores: Tensor, lengths: Tensor, positions: Tensor, kth: Tensor) -> None:
+    """Fill positions [T, k] and kth [T], both prefilled with "none"."""
+    num_rows, width = scores.shape
+    k = positions.shape[1]
+    keys = _sort_keys(scores)
+    # Whatever stands past `lengths` (garbage, NaN) must not matter.
+    shortest = max(0, int(lengths.min()))
+    tail = torch.arange(shortest, width, device=scores.device)
+    keys[:, shortest:].masked_fill_(tail >= lengths.unsqueeze(1), _OUTSIDE)
+    best = torch.topk(keys, min(k, width), sorted=False).values
+    threshold = best.amin(1, keepdim=True).clamp_(min=_NAN)
+    chosen = keys >= threshold
+    rows, columns = chosen.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=num_rows)
+    crowded = counts > k
+    if bool(crowded.any()):
+        # Several scores equal the k-th: the first positions of these win.
+        above = keys[crowded] > threshold[crowded]
+        tied = chosen[crowded] & ~above
+        free = k - above.sum(1, keepdim=True)
+        chosen[crowded] = above | (tied & (tied.cumsum(1) <= free))
+        rows, columns = chosen.nonzero(as_tuple=True)
+        counts = counts.clamp(max=k)
+    first = counts.cumsum(0) - counts
+    rank = torch.arange(rows.shape[0], device=rows.device) - first[rows]
+    positions[rows, rank] = columns.to(torch.int32)
+    if width >= k:
+        score = _flip(threshold).view(torch.float32).squeeze(1)
+        kth.copy_(torch.where(threshold.squeeze(1) > _NAN, score, kth))
+
+
+def _sort_keys(scores: Tensor) -> Tensor:
+    """fp32 -> int32 of the same order; -0.0 equals 0.0, NaN comes below -inf."""
+    keys = _flip((scores + 0.0).view(torch.int32))
+    lowest, highest = torch.aminmax(keys)
+    if highest > _PLUS_INF or lowest < _MINUS_INF:
+        keys.masked_fill_((keys > _PLUS_INF) | (keys < _MINUS_INF), _NAN)
+    return keys
+
+
+def _flip(bits: Tensor) -> Tensor:
+    """Sign-magnitude order of float bits to two's complement order, and back."""
+    return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
