@@ -20,18 +20,16 @@ def _heads_first(x: Tensor, length: int) -> Tensor:
 
 
 def attend(parts: AttentionParts, length: int, scale: float, allowed: Tensor | None = None) -> Tensor:
-    """Causal attention, or attention where `allowed` bool [B, 1, L, L] is true. Returns [T, H, v] in the query's dtype."""
+    """Causal attention, or only where `allowed` bool [B, 1, L, L]. Returns [T, H, v] in the query's dtype."""
     query, key, value = (_heads_first(x, length) for x in parts[:3])
     width = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - width))  # one head size for all: what the fast kernels want
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scale
-    )
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scale)
     return out[..., :width].transpose(1, 2).flatten(0, 1)
 
 
 def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """I = sum over heads of weights * relu(query . key): query [n, Hi, d], key [L, d], weights [n, Hi] -> fp32 [n, L]."""
+    """Sum over heads of weights * relu(query . key): query [n, Hi, d], key [L, d], weights [n, Hi] -> fp32 [n, L]."""
     n, heads, _ = query.shape
     dots = (query.flatten(0, 1) @ key.T).view(n, heads, -1)
     return torch.bmm(weights[:, None].to(dots.dtype), F.relu(dots))[:, 0].float()
@@ -39,7 +37,7 @@ def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def select(index: IndexParts, length: int, k: int) -> Tensor:
-    """Which keys each query may attend to: bool [B, 1, L, L], the causal top k by index score (all where there are <= k)."""
+    """Which keys each query may attend to: bool [B, 1, L, L], the causal top k by index score (or all of <= k)."""
     batch = index.key.shape[0] // length
     allowed = torch.zeros(batch, 1, length, length, dtype=torch.bool, device=index.key.device)
     for b in range(batch):
@@ -61,7 +59,7 @@ def select(index: IndexParts, length: int, k: int) -> Tensor:
 def index_loss(
     parts: AttentionParts, index: IndexParts, sampled: Tensor, scale: float, allowed: Tensor | None
 ) -> Tensor:
-    """KL of the indexer's softmax from the mean attention of all heads, at sampled queries; gradient to the indexer only.
+    """KL of the indexer's softmax from the heads' mean attention at sampled queries; gradient to the indexer only.
 
     sampled int64 [B, n] positions; allowed bool [B, 1, L, L] restricts both distributions to the selected keys.
     """
@@ -105,7 +103,7 @@ def tokenwise_ops(*, compiled: bool) -> TokenwiseOps:
 
 @dataclass(slots=True)
 class ForwardResult:
-    """stream [T, D] fp32 after the last layer; loads: tokens per expert of each layer; index_loss summed over layers."""
+    """stream [T, D] fp32 after the last layer; loads: tokens per expert of each layer; index_loss over all layers."""
 
     stream: Tensor
     loads: list[Tensor]
@@ -121,7 +119,7 @@ def forward(
     sampled: Tensor | None = None,
     sparse: bool = False,
 ) -> ForwardResult:
-    """One pass over tokens [B, L]. `sampled` [B, n]: also the indexer's loss there; `sparse`: attend to its selection."""
+    """One pass over tokens [B, L]. `sampled` [B, n]: the indexer's loss there; `sparse`: attend to its selection."""
     config: TinyConfig = model.config
     batch, length = tokens.shape
     cos, sin = model.angles(torch.arange(length, device=tokens.device).repeat(batch))

@@ -109,7 +109,9 @@ class TaskBatches:
         for i, n in enumerate(names):
             table[:, i, : data[n].shape[1]] = data[n]
         self.template_ids, self.template_kinds = torch.from_numpy(table).to(device)
-        self.template_lengths = torch.tensor([data[n].shape[1] for n in names], device=device)
+        sizes = [data[n].shape[1] for n in names]
+        self.template_lengths = torch.tensor(sizes, device=device)
+        self.longest_record, self.longest_question = max(sizes[:2]), max(sizes[2:])
 
     def _uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device)
@@ -120,6 +122,8 @@ class TaskBatches:
         A question comes after its record: in 40 % of the cases behind all the filler, else uniformly in between.
         """
         dev, b = self.device, batch
+        needed = num_records * self.longest_record + num_questions * self.longest_question
+        assert needed <= length, f"{needed} tokens of records and questions do not fit in {length}"
         order = self._uniform(b, len(self.keys) - 1).argsort(-1)[:, :num_records]
         has_passkey = self._uniform(b) < min(1.0, _PASSKEY_SHARE * num_records)
         order[:, 0] = torch.where(has_passkey, len(self.keys) - 1, order[:, 0])
@@ -149,7 +153,6 @@ class TaskBatches:
 
         total = length + 1
         num_filler = total - 1 - lengths.sum(-1)  # [B]
-        assert int(num_filler.min()) >= 0, "records and questions do not fit"
         base = (self._uniform(b) * (len(self.corpus) - total)).long()
         base = torch.minimum(self.sentence_start[base], torch.tensor(len(self.corpus) - total, device=dev))
         cut = (place.clamp(max=1.0) * num_filler[:, None]).long()

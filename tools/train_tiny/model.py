@@ -124,7 +124,7 @@ def quantized_rows(x: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A matrix [out, in], or a stack of them, that is rounded to fp8 blocks in the forward pass when asked."""
+    """A matrix [out, in], or a stack of them; with `round_fp8` it and its input are rounded as for an fp8 product."""
 
     def __init__(self, *shape: int, gain: float = 1.0) -> None:
         super().__init__()
@@ -134,8 +134,11 @@ class Linear(nn.Module):
     def matrix(self, dtype: torch.dtype) -> Tensor:
         return (quantized_weight(self.weight) if self.round_fp8 else self.weight).to(dtype)
 
+    def rounded_input(self, x: Tensor) -> Tensor:
+        return quantized_rows(x) if self.round_fp8 else x
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.matrix(x.dtype))
+        return F.linear(self.rounded_input(x), self.matrix(x.dtype))
 
 
 class Norm(nn.Module):
@@ -213,14 +216,19 @@ class Attention(nn.Module):
         q_latent = rms_norm(self.q_a_proj(hidden), self.q_a_layernorm.weight, c.rms_norm_eps, hidden.dtype)
         query = self.q_b_proj(q_latent).unflatten(-1, (heads, -1))
         query = torch.cat((query[..., :nope], rotate_interleaved(query[..., nope:], cos, sin)), dim=-1)
+        latent, rope = self.cache_rows(hidden, cos, sin).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
+        expanded = F.linear(latent, self.kv_b_proj.matrix(latent.dtype)).unflatten(-1, (heads, -1))
+        key = torch.cat((expanded[..., :nope], rope[:, None].expand(-1, heads, -1)), dim=-1)
+        return AttentionParts(query, key, expanded[..., nope:], hidden, q_latent)
+
+    def cache_rows(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What a cache holds of each token [T, 576]: the normed latent (rounded if so set), then the rotated key."""
+        c = self.config
         latent, rope = self.kv_a_proj_with_mqa(hidden).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         latent = rms_norm(latent, self.kv_a_layernorm.weight, c.rms_norm_eps, hidden.dtype)
         if self.round_fp8:
             latent = quantized_rows(latent)
-        expanded = self.kv_b_proj(latent).unflatten(-1, (heads, -1))
-        rope = rotate_interleaved(rope[:, None], cos, sin).expand(-1, heads, -1)
-        key = torch.cat((expanded[..., :nope], rope), dim=-1)
-        return AttentionParts(query, key, expanded[..., nope:], hidden, q_latent)
+        return torch.cat((latent, rotate_interleaved(rope[:, None], cos, sin)[:, 0]), dim=-1)
 
 
 class DenseMlp(nn.Module):
@@ -279,11 +287,13 @@ class MoeMlp(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Every expert on every token, which is cheap at this width. Returns (output [T, D], tokens per expert [E])."""
         routing = self.route(x)
-        gate = F.linear(x, self.experts.gate_proj.matrix(x.dtype).flatten(0, 1)).float()
-        up = F.linear(x, self.experts.up_proj.matrix(x.dtype).flatten(0, 1)).float()
+        rounded = self.experts.gate_proj.rounded_input(x)
+        gate = F.linear(rounded, self.experts.gate_proj.matrix(x.dtype).flatten(0, 1)).float()
+        up = F.linear(rounded, self.experts.up_proj.matrix(x.dtype).flatten(0, 1)).float()
         inner = (F.silu(gate) * up).unflatten(-1, (self.config.n_routed_experts, -1)) * routing[..., None]
         down = self.experts.down_proj.matrix(x.dtype).transpose(0, 1).flatten(1, 2)
-        return F.linear(inner.flatten(1).to(x.dtype), down) + self.shared_experts(x)[0], (routing > 0).float().sum(0)
+        routed = F.linear(self.experts.down_proj.rounded_input(inner.flatten(1).to(x.dtype)), down)
+        return routed + self.shared_experts(x)[0], (routing > 0).float().sum(0)
 
 
 class Layer(nn.Module):
@@ -327,7 +337,7 @@ class TinyModel(nn.Module):
         self.lm_head = Linear(config.vocab_size, config.hidden_size, gain=0.5)
 
     def set_round_fp8(self, on: bool) -> None:
-        """Compute with matrices and latents as fp8 stores them; the embedding, lm_head and weights_proj stay as they are."""
+        """Round matrices, their inputs and latents to fp8, but not the embedding, lm_head, router and weights_proj."""
         for name, module in self.named_modules():
             if isinstance(module, Attention) or (
                 isinstance(module, Linear) and not name.endswith(("lm_head", "weights_proj"))

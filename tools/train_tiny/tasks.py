@@ -104,7 +104,7 @@ class TaskGenerator:
         return self._lengths[index]
 
     def make(self, task: TaskName, index: int, num_tokens: int) -> TaskPrompt:
-        """Prompt `index` of `task`: at most num_tokens tokens with the begin token and the answer, less at most a sentence.
+        """Prompt `index` of `task`: num_tokens tokens less part of a sentence, begin token and answer included.
 
         Raises ValueError when the records and the question alone need more than `num_tokens`.
         """

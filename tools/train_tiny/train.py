@@ -25,12 +25,13 @@ from tools.train_tiny.model import TinyConfig, TinyModel
 
 SHARD_BYTES = 15_000_000
 WARMUP_STEPS = 50
+_LOST = 1.0  # an answer loss above this means that the model only guesses digits
 NUM_SAMPLED = 256  # queries a sequence whose attention the indexer learns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One stretch of training at one sequence length. Learning rate goes from `lr` to `end_lr` over max_steps (cosine)."""
+    """Training at one sequence length; the learning rate goes from `lr` to `end_lr` over max_steps (cosine)."""
 
     name: str
     mode: Literal["dense", "indexer", "sparse"]
@@ -108,7 +109,9 @@ def load_checkpoint(model: TinyModel, folder: Path) -> Progress:
 class Trainer:
     """Runs phases on one device."""
 
-    def __init__(self, model: TinyModel, data: TaskBatches, *, dtype: torch.dtype, ops: TokenwiseOps, seed: int) -> None:
+    def __init__(
+        self, model: TinyModel, data: TaskBatches, *, dtype: torch.dtype, ops: TokenwiseOps, seed: int
+    ) -> None:
         self.model, self.data, self.dtype, self.ops = model, data, dtype, ops
         self.plain_ops = tokenwise_ops(compiled=False)
         self.rng = torch.Generator().manual_seed(seed)
@@ -211,13 +214,16 @@ class Trainer:
                     rate = (progress.step - resumed_at) * phase.batch * phase.length / (time.monotonic() - started)
                     print(
                         f"{phase.name} {progress.step:5d} answer {answer:.4f} filler {filler:.3f} index {index:.4f}"
-                        f" lr {lr:.1e} {progress.tokens / 1e6:.1f} Mtok {progress.seconds:.0f} s {rate / 1e3:.0f} ktok/s",
+                        f" lr {lr:.1e} {progress.tokens / 1e6:.1f} Mtok {progress.seconds:.0f} s"
+                        f" {rate / 1e3:.0f} ktok/s",
                         flush=True,
                     )
                 if progress.step >= phase.min_steps and answer < phase.goal:
                     break
                 if time.monotonic() > deadline:
                     return False
+        if phase.goal and progress.answer_loss > _LOST:
+            raise RuntimeError(f"{phase.name} ended with an answer loss of {progress.answer_loss:.2f}: not learned")
         progress.phase, progress.step = progress.phase + 1, 0
         return True
 
@@ -263,7 +269,7 @@ def small_run() -> tuple[TinyConfig, tuple[Phase, ...]]:
     )  # fmt: skip
     lengths = {256: 128, 512: 256, 2048: 256, 8192: 256, 32768: 512}
     phases = tuple(
-        replace(p, length=lengths[p.length], batch=8, max_records=min(p.max_records, 2), min_steps=2, max_steps=20)
+        replace(p, length=lengths[p.length], batch=8, max_records=2, min_steps=2, max_steps=20, goal=0.0)
         for p in PHASES
     )
     return config, phases
