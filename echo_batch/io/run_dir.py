@@ -49,6 +49,8 @@ class RunDirectory:
         self._lock = lock
         self._manifest: Manifest | None = None
         self._closed = False
+        self._refused = False
+        """Nothing here is of any use: the output belongs to another job, or is finished."""
 
     # --- opening and closing ---------------------------------------------------------------------------------------
 
@@ -120,24 +122,30 @@ class RunDirectory:
         assert self.state is None, "begun already"
         self.fingerprint = dict(fingerprint)
         manifest = self._open_manifest(restart)
+        self._refused = manifest is None
         if manifest is not None:
             self._manifest = manifest
             self.state = self._resume(manifest, config)
-        elif not restart and self._is_finished_output(config):
+        elif not restart and self._is_finished_output():
             self.state = "complete"
         else:
+            self._refused = False
             self._create(config, keep)
             self.state = "new"
         return self.state
 
     def close(self) -> None:
-        """Closes the manifest and gives up the lock; a directory in which no job was begun is removed. Once is enough."""
+        """Closes the manifest and gives up the lock; a directory without a job and without a spooled input that a next
+        start could use is removed. Once is enough."""
         if self._closed:
             return
         self._closed = True
         if self._manifest is not None:
             self._manifest.close(tidy=self.state == "complete")
             self._manifest = None
+        if self._refused:
+            for entry in self.path.iterdir():
+                _remove(entry)
         unused = all(entry.name == LOCK_NAME for entry in self.path.iterdir())
         self._lock.release(remove=unused)
         if unused:
@@ -297,7 +305,7 @@ class RunDirectory:
         shown = ", ".join(str(row) for row in rows[:10]) + (", ..." if len(rows) > 10 else "")
         return f" (in flight: row {shown})" if rows else ""
 
-    def _is_finished_output(self, config: Mapping[str, Any]) -> bool:
+    def _is_finished_output(self) -> bool:
         """Without a manifest: True when the output is this very job's, whose run directory was removed."""
         if not self.output.exists():
             return False
@@ -324,8 +332,8 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
             fsync_dir(self.path)
             for entry in self.path.iterdir():
-                if entry.name != LOCK_NAME and entry.name not in keep:
-                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                if entry.name not in keep:
+                    _remove(entry)
             self.parts_dir.mkdir()
         write_json_atomic(self.path / "config.json", config)
         write_text_atomic(self.errors_path, "")
@@ -358,6 +366,14 @@ class RunDirectory:
             if self.merge_dir.exists():
                 shutil.rmtree(self.merge_dir)
             temporary_name(self.output).unlink(missing_ok=True)
+
+
+def _remove(entry: Path) -> None:
+    """Removes a file or a directory of a run directory; never the lock."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    elif entry.name != LOCK_NAME:
+        entry.unlink()
 
 
 def _error_line(row_id: int, failure: RowFailure) -> str:

@@ -132,6 +132,17 @@ def test_a_foreign_output_is_exit_2_until_restart(output):
         assert run.state == "new"
 
 
+def test_a_refused_start_leaves_no_spool_and_an_unbegun_one_keeps_it(output):
+    run = RunDirectory.lock(output)
+    (run.path / "spool").mkdir()
+    run.close()  # interrupted while the input was spooled: the next start goes on with it
+    assert (run.path / "spool").exists()
+    output.write_text("precious\n")
+    with pytest.raises(ConfigError, match="did not write it"):
+        start(output)
+    assert [p.name for p in output.parent.iterdir()] == ["out.jsonl"]
+
+
 def test_an_output_changed_by_someone_else_is_not_ours_any_more(output):
     run = start(output)
     commit(run, 1, [0])
