@@ -7,8 +7,10 @@ import torch
 
 from echo_batch.cache.manager import make_cache
 from echo_batch.config import RunConfig
+from echo_batch.engine.batch import BatchState
 from echo_batch.engine.core import EngineCore
 from echo_batch.engine.plan import Plan
+from echo_batch.engine.runner import EagerRunner
 from echo_batch.engine.stops import Detokenizer
 from echo_batch.kernels.ops import select_ops
 from echo_batch.models.config import ModelConfig
@@ -52,12 +54,15 @@ def build_core(
     except BaseException:
         cache.close()
         raise
+    state = BatchState.allocate(plan.max_num_seqs, plan.max_model_len, device)
     return EngineCore(
         model=model,
         cache=cache,
         ops=ops,
         plan=plan,
         device=device,
+        state=state,
+        runner=EagerRunner(model, cache, ops, state),
         eos_token_ids=model_config.eos_token_ids,
         make_detokenizer=make_detokenizer,
     )

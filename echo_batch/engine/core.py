@@ -15,10 +15,11 @@ import torch
 from echo_batch.cache.blocks import BlockAllocator
 from echo_batch.cache.manager import KVCache
 from echo_batch.engine.batch import LENGTH, MAX_STOP_IDS, NO_BLOCK, NON_FINITE, RUNNING, STOPPED, BatchState
-from echo_batch.engine.decode import decode_step
+from echo_batch.engine.decode import StepLogits
 from echo_batch.engine.plan import Plan
 from echo_batch.engine.prefill import Prompt, prefill
-from echo_batch.engine.sampler import StepOutput, sample_rows
+from echo_batch.engine.runner import HostOutput, PendingOutput, Runner, StepShape, with_logprobs
+from echo_batch.engine.sampler import sample_rows
 from echo_batch.engine.scheduler import Limits, Scheduler
 from echo_batch.engine.sequence import Sequence
 from echo_batch.engine.stops import Detokenizer, StopChecker
@@ -58,12 +59,12 @@ class _Launched:
     """A step whose result the host has not read: rows by index at launch time."""
 
     rows: dict[int, Sequence]
-    output: StepOutput
+    output: PendingOutput
 
 
 @dataclass(slots=True)
 class EngineCore:
-    """One worker: model, cache, batch state and scheduler.
+    """One worker: model, cache, batch state and how steps are launched (`runner`, on the same state).
 
     `make_detokenizer` gives a fresh incremental detokenizer, or is None when there is no tokenizer (then no text and
     no stop strings). `eos_token_ids` end every request that does not ignore them.
@@ -74,6 +75,8 @@ class EngineCore:
     ops: Ops
     plan: Plan
     device: torch.device
+    state: BatchState
+    runner: Runner
     eos_token_ids: tuple[int, ...]
     make_detokenizer: Callable[[], Detokenizer] | None = None
     stats: EngineStats = field(default_factory=EngineStats)
@@ -96,7 +99,7 @@ class EngineCore:
         self.cache.close()
 
     def _run(self, requests: Iterable[Request]) -> Iterator[Completion | None]:
-        state = BatchState.allocate(self.plan.max_num_seqs, self.plan.max_model_len, self.device)
+        state = self.state
         scheduler = Scheduler(
             (self._sequence(r) for r in requests),
             BlockAllocator(self.cache.spec.num_blocks),
@@ -187,15 +190,17 @@ class EngineCore:
                 yield None
         rows = torch.tensor([s.row for s in ready], device=self.device)
         state.active[rows] = True
-        output = sample_rows(
-            state,
-            rows,
-            logits,
-            ops=self.ops,
-            has_block=torch.ones_like(rows, dtype=torch.bool),
-            greedy_only=_greedy(ready),
-            num_logprobs=_num_logprobs(ready),
+        step = StepLogits(
+            *sample_rows(
+                state,
+                rows,
+                logits,
+                ops=self.ops,
+                has_block=torch.ones_like(rows, dtype=torch.bool),
+                greedy_only=_greedy(ready),
+            )
         )
+        output = PendingOutput(with_logprobs(step, self.ops, _num_logprobs(ready)), None)
         completions = self._collect(_Launched(dict(enumerate(ready)), output), scheduler, state)
         self.stats.prefill_groups += 1
         self.stats.prefill_seconds += time.perf_counter() - started
@@ -210,14 +215,9 @@ class EngineCore:
         longest = max(
             min(s.num_prompt_tokens + len(s.token_ids) + self.plan.lookahead_steps + 1, s.max_context) for s in running
         )
-        output = decode_step(
-            self.model,
-            self.cache,
-            self.ops,
-            state,
-            bucket=bucket,
+        output = self.runner.launch(
+            StepShape(bucket=bucket, greedy_only=_greedy(running)),
             max_blocks=-(-longest // BLOCK_SIZE),
-            greedy_only=_greedy(running),
             num_logprobs=_num_logprobs(running),
         )
         self.stats.decode_steps += 1
@@ -226,10 +226,10 @@ class EngineCore:
 
     def _collect(self, step: _Launched, scheduler: Scheduler, state: BatchState) -> list[Completion]:
         """Read one step's tokens; finish rows whose device flag or stop string says so."""
-        output = StepOutput(*(None if t is None else t.tolist() for t in step.output))  # type: ignore[arg-type]
+        output = step.output.read()
         finished = []
         for index, sequence in step.rows.items():
-            token, code = int(output.tokens[index]), int(output.codes[index])
+            token, code = output.tokens[index], output.codes[index]
             if sequence.row < 0 or (token < 0 and code == RUNNING):
                 # Left the batch (or finished on the device) after this step had been launched.
                 continue
@@ -305,9 +305,7 @@ def _num_logprobs(sequences: list[Sequence]) -> int | None:
     return max((n for n in asked if n is not None), default=None)
 
 
-def _logprobs(output: StepOutput, index: int, token: int, num_top: int) -> TokenLogprobs:
+def _logprobs(output: HostOutput, index: int, token: int, num_top: int) -> TokenLogprobs:
     assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
     top = zip(output.top_ids[index][:num_top], output.top_logprobs[index][:num_top], strict=True)
-    return TokenLogprobs(
-        token_id=token, logprob=float(output.logprobs[index]), top=tuple((int(t), float(p)) for t, p in top)
-    )
+    return TokenLogprobs(token_id=token, logprob=output.logprobs[index], top=tuple(top))

@@ -3,6 +3,8 @@
 Everything is a tensor of fixed shape: padded rows have position 0, no slot and an empty context; they touch no state.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,13 @@ def logical_to_slots(positions: Tensor, block_table: Tensor) -> Tensor:
     return torch.where((positions >= 0) & (blocks >= 0), slots, -1).to(torch.int32)
 
 
+class StepLogits(NamedTuple):
+    """A step's output and the logits it was sampled from (fp32 `[B, V]`; rows with a non-finite value are zeros)."""
+
+    output: StepOutput
+    logits: Tensor
+
+
 def decode_step(
     model: Model,
     cache: KVCache,
@@ -30,8 +39,7 @@ def decode_step(
     bucket: int,
     max_blocks: int,
     greedy_only: bool,
-    num_logprobs: int | None,
-) -> StepOutput:
+) -> StepLogits:
     """Run the first `bucket` rows of `state` through the model and sample one token for each active one.
 
     `max_blocks` bounds the context of every active row (in blocks), so that scoring does not walk the whole table.
@@ -43,15 +51,7 @@ def decode_step(
     logits, has_block = decode_logits(
         model, cache, ops, token_ids=state.token_ids[rows], positions=positions, active=active, block_table=block_table
     )
-    return sample_rows(
-        state,
-        rows,
-        logits,
-        ops=ops,
-        has_block=has_block,
-        greedy_only=greedy_only,
-        num_logprobs=num_logprobs,
-    )
+    return StepLogits(*sample_rows(state, rows, logits, ops=ops, has_block=has_block, greedy_only=greedy_only))
 
 
 def decode_logits(
@@ -82,6 +82,8 @@ def decode_logits(
             cache.write(layer, new_slots, new_rows, inputs.kv_row)
             if resolution is None:
                 # The group's first layer selects; the others reuse its selection (IndexShare).
+                assert inputs.index_query is not None and inputs.index_weights is not None
+                assert inputs.index_key is not None
                 cache.write_index(group, new_slots, inputs.index_key)
                 scores = ops.index_scores_paged(
                     inputs.index_query,

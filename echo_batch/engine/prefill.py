@@ -14,7 +14,8 @@ from torch import Tensor
 
 from echo_batch.cache.manager import KVCache
 from echo_batch.kernels.ops import Ops
-from echo_batch.models.model import AttentionInputs, Model, Stream
+from echo_batch.models.dsa import AttentionInputs
+from echo_batch.models.model import Model, Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ def prefill(
                 inputs = model.attention_inputs(layer, stream, positions[lo:hi])
                 rows[lo:hi] = inputs.kv_row
                 if not selections:
+                    assert inputs.index_key is not None
                     keys[lo:hi] = inputs.index_key
                     selections = [_select(inputs, s, lo, keys, positions, ops, cache) for s in segments]
                 latents = [

@@ -13,7 +13,7 @@ class StepOutput(NamedTuple):
     """What a step tells the host, one entry a row `[B]`.
 
     tokens int64 (-1: the row took no part), codes int32 (batch.RUNNING, ...), and if any row asked for them: logprobs
-    fp32, top_logprobs fp32 and top_ids int64 `[B, n]`.
+    fp32 `[B]`, top_logprobs fp32 and top_ids int64 `[B, n]`.
     """
 
     tokens: Tensor
@@ -31,12 +31,12 @@ def sample_rows(
     ops: Ops,
     has_block: Tensor,
     greedy_only: bool,
-    num_logprobs: int | None,
-) -> StepOutput:
+) -> tuple[StepOutput, Tensor]:
     """Sample one token for each of `rows` and advance the state: token fed back, position, active flag.
 
     logits fp32 `[B, V]` of rows whose last known token stands at `state.positions`; inactive rows must have been
     activated by the caller (prefill) or are left untouched (padding). `has_block` bool `[B]`: False flags NO_BLOCK.
+    Second result: the logits that were sampled from, zeros where a row has a non-finite value.
     """
     active = state.active[rows]
     positions = state.positions[rows] + 1
@@ -53,9 +53,7 @@ def sample_rows(
     )
     codes = torch.where(has_block, codes, NO_BLOCK)
     output = StepOutput(torch.where(active, tokens, -1), torch.where(active, codes, 0))
-    if num_logprobs is not None:
-        output = StepOutput(output.tokens, output.codes, *ops.token_logprobs(logits, tokens, num_logprobs))
     state.token_ids[rows] = torch.where(active, tokens, state.token_ids[rows])
     state.positions[rows] = torch.where(active, positions, state.positions[rows])
     state.active[rows] = active & (codes == 0)
-    return output
+    return output, logits

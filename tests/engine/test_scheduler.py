@@ -77,8 +77,10 @@ def test_rows_bound_the_batch_and_are_reused_lowest_first() -> None:
     [(630, 20, "limit"), (600, 30, "host slots"), (40, 10, "GPU rows")],
 )
 def test_what_can_never_fit_is_refused_with_the_reason(prompt: int, max_tokens: int, word: str) -> None:
-    limits = LIMITS if word != "GPU rows" else Limits(
-        max_num_seqs=4, gpu_tokens=32, index_topk=32, max_model_len=640, prefill_group_tokens=300
+    limits = (
+        LIMITS
+        if word != "GPU rows"
+        else Limits(max_num_seqs=4, gpu_tokens=32, index_topk=32, max_model_len=640, prefill_group_tokens=300)
     )
     s = scheduler((prompt, max_tokens), (10, 5), blocks=9, limits=limits)
     admitted, refused = s.admit()

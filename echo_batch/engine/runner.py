@@ -1,0 +1,184 @@
+"""How a decode step is launched and its result read: eagerly, or as the replay of a captured CUDA graph.
+
+Both run the same body (decode.decode_step) on the same state tensors; the host reads results later, in launch order.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echo_batch.cache.manager import KVCache
+from echo_batch.engine.batch import BatchState
+from echo_batch.engine.decode import StepLogits, decode_step
+from echo_batch.engine.sampler import StepOutput
+from echo_batch.kernels.ops import Ops
+from echo_batch.models.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What a step's launch depends on besides the state: the padded batch and which sampler it needs."""
+
+    bucket: int
+    greedy_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostOutput:
+    """A step's result as Python numbers, one entry a row."""
+
+    tokens: list[int]
+    codes: list[int]
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[float]] | None = None
+    top_ids: list[list[int]] | None = None
+
+
+class PendingOutput:
+    """A step's result on its way to the host. `read` waits for it."""
+
+    def __init__(self, output: StepOutput, event: "torch.cuda.Event | None") -> None:
+        self._output = output
+        self._event = event
+
+    def read(self) -> HostOutput:
+        if self._event is not None:
+            self._event.synchronize()
+        output = self._output
+        return HostOutput(
+            tokens=output.tokens.tolist(),
+            codes=output.codes.tolist(),
+            logprobs=None if output.logprobs is None else output.logprobs.tolist(),
+            top_logprobs=None if output.top_logprobs is None else output.top_logprobs.tolist(),
+            top_ids=None if output.top_ids is None else output.top_ids.tolist(),
+        )
+
+
+@dataclass(slots=True)
+class EagerRunner:
+    """Launches every step op by op: the CPU's way, and the oracle of the graphs."""
+
+    model: Model
+    cache: KVCache
+    ops: Ops
+    state: BatchState
+
+    def launch(self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None) -> PendingOutput:
+        """One step over the first `shape.bucket` rows; `max_blocks` bounds every active row's context in blocks."""
+        step = decode_step(
+            self.model,
+            self.cache,
+            self.ops,
+            self.state,
+            bucket=shape.bucket,
+            max_blocks=max_blocks,
+            greedy_only=shape.greedy_only,
+        )
+        return PendingOutput(with_logprobs(step, self.ops, num_logprobs), None)
+
+
+@dataclass(slots=True)
+class CaptureReport:
+    """What capturing cost, for the report."""
+
+    num_graphs: int = 0
+    seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(slots=True)
+class GraphRunner:
+    """Launches a step as one graph replay. Graphs share one memory pool, the largest bucket first.
+
+    The graph walks the whole block table, so `max_blocks` is not needed. Results are copied to a ring of pinned
+    buffers, each guarded by an event, because the next replay overwrites the graph's own output.
+    """
+
+    model: Model
+    cache: KVCache
+    ops: Ops
+    state: BatchState
+    depth: int
+    """Results that may be unread at once: the ring's size."""
+    report: CaptureReport = field(default_factory=CaptureReport)
+    _graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepLogits]] = field(default_factory=dict)
+    _ring: deque[tuple[Tensor, torch.cuda.Event]] = field(default_factory=deque)
+    _pool: Any = None
+
+    def capture(self, shapes: list[StepShape]) -> None:
+        """Warm up and capture the steps of these shapes, before any request; the cache's metadata is reset after it."""
+        started, before = time.perf_counter(), torch.cuda.memory_reserved()
+        assert not bool(self.state.active.any()), "graphs are captured on an idle batch"
+        for shape in sorted(shapes, key=lambda s: -s.bucket):
+            if shape not in self._graphs:
+                self._capture(shape)
+        self.cache.reset()
+        if not self._ring:
+            capacity = self.state.token_ids.shape[0]
+            for _ in range(self.depth + 1):
+                buffer = torch.empty((2, capacity), dtype=torch.int64, pin_memory=True)
+                self._ring.append((buffer, torch.cuda.Event()))
+        torch.cuda.synchronize()
+        self.report.num_graphs = len(self._graphs)
+        self.report.seconds += time.perf_counter() - started
+        self.report.memory_bytes += torch.cuda.memory_reserved() - before
+
+    def launch(self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None) -> PendingOutput:
+        """One step over the first `shape.bucket` rows: one graph launch, and copies of its result."""
+        graph, step = self._graphs[shape]
+        graph.replay()
+        if num_logprobs is not None:
+            # Rare: log-probabilities are computed behind the graph from its logits, in tensors of their own.
+            output = with_logprobs(step, self.ops, num_logprobs)
+            event = torch.cuda.Event()
+            output = output._replace(tokens=output.tokens.clone(), codes=output.codes.clone())
+            event.record()
+            return PendingOutput(output, event)
+        buffer, event = self._ring[0]
+        self._ring.rotate(-1)
+        packed = buffer[:, : shape.bucket]
+        packed[0].copy_(step.output.tokens, non_blocking=True)
+        packed[1].copy_(step.output.codes, non_blocking=True)
+        event.record()
+        return PendingOutput(StepOutput(packed[0], packed[1]), event)
+
+    def _capture(self, shape: StepShape) -> None:
+        def body() -> StepLogits:
+            return decode_step(
+                self.model,
+                self.cache,
+                self.ops,
+                self.state,
+                bucket=shape.bucket,
+                max_blocks=self.state.block_table.shape[1],
+                greedy_only=shape.greedy_only,
+            )
+
+        # Libraries compile and allocate at their first calls, which must not happen under capture.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step = body()
+        self._graphs[shape] = (graph, step)
+
+
+Runner = EagerRunner | GraphRunner
+
+
+def with_logprobs(step: StepLogits, ops: Ops, num_logprobs: int | None) -> StepOutput:
+    """The step's output, with log-probabilities of the chosen and the likeliest tokens if asked for."""
+    if num_logprobs is None:
+        return step.output
+    tokens = step.output.tokens.clamp(min=0)
+    return StepOutput(step.output.tokens, step.output.codes, *ops.token_logprobs(step.logits, tokens, num_logprobs))
