@@ -56,7 +56,8 @@ class Heartbeat:
             self._stop.set()
             if self._thread.ident is not None:
                 self._thread.join(timeout=1.0)
-            self._write("end")
+            if self._latest.stage != "start":  # else the job did not begin, and its error says all
+                self._write("end")
 
     def line(self, event: str = "heartbeat") -> dict[str, Any]:
         """The content of a line now. `state` is "stalled" when nothing advanced for a whole interval, else "working";

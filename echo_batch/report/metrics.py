@@ -271,7 +271,7 @@ class JobMetrics:
                 "output": output,
                 "model": model,
                 "demo_model": demo_model,
-                "note": "the bundled demo model: its answers mean nothing" if demo_model else None,
+                "note": "the bundled demo model, which is for trying out only" if demo_model else None,
                 "exit_code": exit_code,
                 "message": message,
                 "rows": self.rows_total,

@@ -19,7 +19,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if job["rows_resumed"]:
         rows += f", {job['rows_resumed']:,} of them by earlier starts"
     lines = [("output", job["output"] if job["exit_code"] in (0, 10) else f"{job['output']} (not finished)")]
-    lines.append(("model", job["model"] + (" (demo: its answers mean nothing)" if job["demo_model"] else "")))
+    lines.append(("model", job["model"] + (" (demo model, for trying out only)" if job["demo_model"] else "")))
     lines.append(("rows", rows))
     if job["rows_failed"]:
         codes = ", ".join(f"{count:,} {code}" for code, count in job["failed_by_code"].items())

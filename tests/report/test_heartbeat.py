@@ -81,9 +81,16 @@ def test_lines_come_by_interval_not_by_update_and_also_without_updates():
 
 def test_a_short_job_still_has_one_line():
     stream = io.StringIO()
+    with Heartbeat(stream, interval=30.0) as beat:
+        beat.update(Snapshot(stage="preflight"))
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_a_job_that_did_not_begin_has_none():
+    stream = io.StringIO()
     with Heartbeat(stream, interval=30.0):
         pass
-    assert len(stream.getvalue().splitlines()) == 1
+    assert stream.getvalue() == ""
 
 
 def test_a_closed_stderr_does_not_end_the_job():
