@@ -5,16 +5,17 @@ from pathlib import Path
 
 import torch
 
-from echo_batch.cache.manager import make_cache
+from echo_batch.cache.manager import KVCache, make_cache
 from echo_batch.config import RunConfig
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.core import EngineCore
 from echo_batch.engine.plan import Plan
 from echo_batch.engine.runner import EagerRunner
 from echo_batch.engine.stops import Detokenizer
-from echo_batch.kernels.ops import select_ops
+from echo_batch.kernels.ops import Ops, select_ops
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.loader import load_model
+from echo_batch.models.model import Model
 
 Progress = Callable[[int, int], None]
 
@@ -54,6 +55,22 @@ def build_core(
     except BaseException:
         cache.close()
         raise
+    return assemble_core(
+        model, cache, ops, plan, eos_token_ids=model_config.eos_token_ids, make_detokenizer=make_detokenizer
+    )
+
+
+def assemble_core(
+    model: Model,
+    cache: KVCache,
+    ops: Ops,
+    plan: Plan,
+    *,
+    eos_token_ids: tuple[int, ...],
+    make_detokenizer: Callable[[], Detokenizer] | None = None,
+) -> EngineCore:
+    """The engine over a loaded model and an allocated cache."""
+    device = torch.device(plan.device)
     state = BatchState.allocate(plan.max_num_seqs, plan.max_model_len, device)
     return EngineCore(
         model=model,
@@ -63,6 +80,6 @@ def build_core(
         device=device,
         state=state,
         runner=EagerRunner(model, cache, ops, state),
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         make_detokenizer=make_detokenizer,
     )
