@@ -1,0 +1,181 @@
+"""`echo-batch bench decode`: time of decode steps on the engine's own path, contexts filled without prefill.
+
+Every case runs in one process on one model: steps are replays of the same graphs that a job uses. What a step costs
+with the cache manager and without it is measured by running the same batch with offloading and, where the rows fit,
+without.
+"""
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echo_batch.bench.workload import WorkloadModel, WorkloadShape, fill_contexts, uniform_routing
+from echo_batch.cache.manager import make_cache
+from echo_batch.cache.spec import CacheSpec, minimum_gpu_tokens
+from echo_batch.engine.batch import BatchState
+from echo_batch.engine.runner import EagerRunner, GraphRunner, StepShape
+from echo_batch.errors import ConfigError
+from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
+from echo_batch.kernels.ops import select_ops
+from echo_batch.models.config import ModelConfig
+from echo_batch.models.loader import load_model
+from echo_batch.report.metrics import versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBench:
+    """Options of `bench decode`; tokens per worker. `gpu_tokens` is ignored with `offload` False (all HBM of the pool
+    is then `host_tokens`)."""
+
+    model: str
+    num_layers: int | None
+    load_format: str
+    context: int
+    batches: tuple[int, ...]
+    gpu_tokens: int
+    host_tokens: int
+    steps: int
+    routing: str
+    locality: float | None
+    ep_slice: int
+    offload: bool
+    device: str
+    dtype: str
+    seed: int = 0
+    warmup_steps: int = 50
+
+
+def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
+    """Measure every batch size; returns what `--json` writes."""
+    device = torch.device(options.device)
+    dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
+    config = ModelConfig.from_dir(options.model, num_layers=options.num_layers)
+    ops = select_ops(device)
+    if options.routing == "uniform":
+        ops = uniform_routing(ops)
+    row_kind = "fp32" if dtype == torch.float32 else ("fp8" if device.type == "cuda" else "bf16")
+    started = time.perf_counter()
+    model = load_model(
+        config,
+        options.model,
+        device=device,
+        dtype=dtype,
+        row_kind=row_kind,  # type: ignore[arg-type]
+        ops=ops,
+        load_format=options.load_format,  # type: ignore[arg-type]
+        seed=options.seed,
+    )
+    load_seconds = time.perf_counter() - started
+    largest = max(options.batches)
+    room = options.steps + options.warmup_steps + 8
+    spec = CacheSpec(
+        group_layers=config.group_layers,
+        row_format=RowFormat(row_kind, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim),  # type: ignore[arg-type]
+        index_format=IndexFormat("fp32" if dtype == torch.float32 else "fp8", head_dim=config.index_head_dim),
+        index_topk=config.index_topk,
+        host_tokens=options.host_tokens // BLOCK_SIZE * BLOCK_SIZE,
+        gpu_tokens=(options.gpu_tokens if options.offload else options.host_tokens) // BLOCK_SIZE * BLOCK_SIZE,
+        offload=options.offload,
+    )
+    need = largest * (-(-(options.context + room) // BLOCK_SIZE)) * BLOCK_SIZE
+    if need > spec.host_tokens:
+        raise ConfigError(f"batch {largest} needs {need} tokens: give --host-pool {need} or a smaller batch")
+    if options.offload and minimum_gpu_tokens([options.context + room] * largest, spec.index_topk) > spec.gpu_tokens:
+        raise ConfigError(f"batch {largest} needs a larger --gpu-pool than {spec.gpu_tokens}")
+    cache = make_cache(spec, device, ops)
+    workload = WorkloadModel(
+        model, WorkloadShape(capacity=largest, locality=options.locality, ep_slice=options.ep_slice)
+    )
+    state = BatchState.allocate(largest, options.context + room, device)
+    runner: EagerRunner | GraphRunner
+    if device.type == "cuda":
+        runner = GraphRunner(workload, cache, ops, state, depth=1)
+        runner.capture([StepShape(bucket=b, greedy_only=True) for b in options.batches])
+    else:
+        runner = EagerRunner(workload, cache, ops, state)
+    cases = []
+    try:
+        for batch in options.batches:
+            fill_contexts(
+                workload, cache, ops, state, batch=batch, context=options.context, room=room, seed=options.seed
+            )
+            cases.append(_measure(runner, options, batch))
+    finally:
+        cache.close()
+    return {
+        "bench": "decode",
+        "options": asdict(options),
+        "model": {"layers": config.num_layers, "architecture": config.architecture},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": versions(),
+        "load_s": round(load_seconds, 2),
+        "capture": asdict(runner.report) if isinstance(runner, GraphRunner) else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "cases": cases,
+    }
+
+
+def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int) -> dict[str, Any]:
+    shape = StepShape(bucket=batch, greedy_only=True)
+    on_gpu = runner.state.device.type == "cuda"
+    max_blocks = runner.state.block_table.shape[1]
+
+    def step() -> None:
+        runner.launch(shape, max_blocks=max_blocks, num_logprobs=None)
+
+    for _ in range(options.warmup_steps):
+        step()
+    before = runner.cache.counters()
+    times_ms: list[float] = []
+    if on_gpu:
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(options.steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        torch.cuda.synchronize()
+        times_ms = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    else:
+        for _ in range(options.steps):
+            started = time.perf_counter()
+            step()
+            times_ms.append(1e3 * (time.perf_counter() - started))
+    after = runner.cache.counters()
+    selected, hits, recalled, evicted, offloaded = (
+        [y - x for x, y in zip(old, new, strict=True)]
+        for old, new in zip(
+            (before.selected_rows, before.hit_rows, before.recalled_rows, before.evicted_rows, before.offloaded_rows),
+            (after.selected_rows, after.hit_rows, after.recalled_rows, after.evicted_rows, after.offloaded_rows),
+            strict=True,
+        )
+    )
+    spec = runner.cache.spec
+    layers = [len(g) for g in spec.group_layers]
+    recalled_bytes = sum(r * n for r, n in zip(recalled, layers, strict=True)) * spec.row_format.row_bytes
+    median = statistics.median(times_ms)
+    return {
+        "batch": batch,
+        "step_ms": round(median, 4),
+        "step_ms_p10": round(statistics.quantiles(times_ms, n=10)[0], 4),
+        "step_ms_p90": round(statistics.quantiles(times_ms, n=10)[-1], 4),
+        "tok_s": round(batch / median * 1e3, 1),
+        "hit_rate": round(sum(hits) / sum(selected), 5) if sum(selected) else None,
+        "hit_rate_per_group": [round(h / s, 5) if s else None for h, s in zip(hits, selected, strict=True)],
+        "recalled_rows_per_step": sum(recalled) / options.steps,
+        "recalled_bytes_per_step": recalled_bytes / options.steps,
+        "evicted_rows_per_step": sum(evicted) / options.steps,
+        "offloaded_rows_per_step": sum(offloaded) / options.steps,
+        "active_rows_at_end": int(runner.state.active.sum()),
+    }
+
+
+def write_json(result: dict[str, Any], path: str | None) -> None:
+    """Write a bench result to `path`, or nothing without one."""
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

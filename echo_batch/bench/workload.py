@@ -1,0 +1,137 @@
+"""Synthetic decode workloads on the real engine path: contexts without prefill, routing, drifting queries, one worker
+of an expert-parallel deployment. Everything random is made on the device, inside the step where it changes by step.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from echo_batch.cache.manager import KVCache
+from echo_batch.engine.batch import BatchState
+from echo_batch.kernels.formats import BLOCK_SIZE
+from echo_batch.kernels.ops import Ops
+from echo_batch.models.config import ModelConfig
+from echo_batch.models.dsa import AttentionInputs
+from echo_batch.models.model import Model, Stream
+
+_FILL_SLOTS = 65_536
+"""Slots that are filled at a time."""
+
+
+def fill_contexts(
+    model: Model, cache: KVCache, ops: Ops, state: BatchState, *, batch: int, context: int, room: int, seed: int
+) -> None:
+    """Make the first `batch` rows active with `context` tokens each and room for `room` more, without prefill.
+
+    KV rows and index keys are packed from standard normal values, so every kernel sees plausible numbers; rows are
+    drawn from a table of 4,096 different ones. The GPU pool starts empty.
+    """
+    device = state.device
+    config, spec = model.config, cache.spec
+    generator = torch.Generator(device).manual_seed(seed)
+    blocks_each = -(-(context + room) // BLOCK_SIZE)
+    assert batch * blocks_each <= spec.num_blocks, "the contexts do not fit into the host pool"
+    cache.reset()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=model.dtype)
+
+    table_rows = ops.pack_kv_rows(
+        normal(4096, config.kv_lora_rank), normal(4096, config.qk_rope_head_dim), spec.row_format
+    )
+    num_slots = batch * blocks_each * BLOCK_SIZE
+    for start in range(0, num_slots, _FILL_SLOTS):
+        slots = torch.arange(start, min(start + _FILL_SLOTS, num_slots), dtype=torch.int32, device=device)
+        chosen = torch.randint(4096, slots.shape, generator=generator, device=device)
+        for layer in range(spec.num_layers):
+            cache.write_host(layer, slots, table_rows[chosen])
+        for group in range(spec.num_groups):
+            keys = ops.pack_index_keys(normal(slots.shape[0], config.index_head_dim), spec.index_format, True)
+            cache.write_index(group, slots, keys)
+    state.active.fill_(False)
+    state.block_table.fill_(-1)
+    rows = slice(0, batch)
+    table = torch.arange(batch * blocks_each, dtype=torch.int32, device=device).view(batch, blocks_each)
+    state.block_table[rows, :blocks_each] = table
+    state.positions[rows] = context - 1
+    state.last_position[rows] = context + room
+    state.token_ids[rows] = torch.randint(config.vocab_size, (batch,), generator=generator, device=device)
+    state.temperature[rows] = 0.0
+    state.stop_ids[rows] = -1
+    state.row_id[rows] = torch.arange(batch, device=device)
+    state.active[rows] = True
+
+
+def uniform_routing(ops: Ops) -> Ops:
+    """Ops whose router draws independent experts for every token, under the model's group limit.
+
+    With dummy weights nearly all tokens would pick the same experts and read few expert weights.
+    """
+
+    def route(logits: Tensor, bias: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        return ops.route(torch.randn_like(logits), torch.zeros_like(bias), *rest)  # type: ignore[arg-type]
+
+    return replace(ops, route=route)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadShape:
+    """`locality` None leaves the indexer's queries to the model; else they follow an AR(1) process with this factor.
+
+    `ep_slice` n > 1: this is one of n workers; the other workers' tokens (as many each) reach the experts here too.
+    """
+
+    capacity: int
+    locality: float | None = None
+    ep_slice: int = 1
+
+
+class WorkloadModel(Model):
+    """The model of a workload: the same layers, with drifting indexer queries and foreign expert tokens."""
+
+    def __init__(self, model: Model, shape: WorkloadShape) -> None:
+        super().__init__(
+            model.config, model.weights, model.ops, row_format=model.row_format, index_format=model.index_format
+        )
+        self.shape = shape
+        heads, dim = self.config.index_n_heads, self.config.index_head_dim
+        groups = len(self.config.group_layers)
+        if shape.locality is not None:
+            self._drift = torch.randn(groups, shape.capacity, heads, dim, device=self.device)
+            self._drift_weights = torch.rand(groups, shape.capacity, heads, device=self.device) * heads**-0.5
+        if shape.ep_slice > 1:
+            foreign = (shape.ep_slice - 1) * shape.capacity
+            self._foreign = torch.randn(foreign, self.config.hidden_size, device=self.device, dtype=self.dtype)
+
+    def attention_inputs(self, layer: int, stream: Stream, positions: Tensor) -> AttentionInputs:
+        """The model's, with the indexer's query replaced by one step of its AR(1) process."""
+        inputs = super().attention_inputs(layer, stream, positions)
+        if self.shape.locality is None or inputs.index_query is None:
+            return inputs
+        group, rows = self.config.layers[layer].selection_group, positions.shape[0]
+        rho = self.shape.locality
+        drift = self._drift[group, :rows]
+        drift.mul_(rho).add_(torch.randn_like(drift), alpha=(1 - rho * rho) ** 0.5)
+        query, weights = drift.to(self.dtype), self._drift_weights[group, :rows]
+        if self.index_format.kind == "fp8":
+            query, scale = self.ops.quantize_index_query(query, True)
+            return inputs._replace(index_query=query, index_weights=weights * scale)
+        return inputs._replace(index_query=query.float(), index_weights=weights)
+
+    def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
+        """The model's; with `ep_slice` the experts also serve other workers' tokens, whose results go."""
+        if self.shape.ep_slice == 1 or self.config.layers[layer].mlp == "dense":
+            return super().ffn(layer, stream, valid)
+        rows = stream.hidden.shape[0]
+        foreign = self._foreign[: (self.shape.ep_slice - 1) * rows]
+        hidden = torch.cat([stream.sum(), foreign])
+        everyone = Stream(hidden, None)
+        mask = None if valid is None else torch.cat([valid, torch.ones_like(foreign[:, 0], dtype=torch.bool)])
+        return self.slice_stream(super().ffn(layer, everyone, mask), 0, rows)
+
+
+def expert_slice(config: ModelConfig, ep_slice: int) -> range:
+    """The experts that one of `ep_slice` workers holds (the first one's)."""
+    assert config.n_routed_experts % ep_slice == 0, (config.n_routed_experts, ep_slice)
+    return range(config.n_routed_experts // ep_slice)
