@@ -204,7 +204,7 @@ def dequantize_blocks(values: Tensor, scale: Tensor, block: int = 128) -> Tensor
 
 
 def build(directory: Path, family: Family, kind: Kind, *, seed: int = 0) -> Path:
-    """Write the checkpoint of `kind` to directory/model and its oracle twin to directory/oracle; returns `directory`."""
+    """Write the checkpoint to directory/model and its fp32 oracle twin to directory/oracle; returns `directory`."""
     stored, oracle = _stored_and_oracle(family, kind, seed)
     config = hf_config(family)
     if kind == "fp8":

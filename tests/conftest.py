@@ -11,7 +11,7 @@ from tests.checkpoints import Family, Kind
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family, Kind], Path]:
-    """`tiny_checkpoint(family, kind)`: a directory with `model` and its fp32 `oracle`, built once a session. Read only."""
+    """`tiny_checkpoint(family, kind)`: a directory with `model` and its fp32 `oracle`, built once. Read only."""
     built: dict[tuple[Family, Kind], Path] = {}
 
     def get(family: Family, kind: Kind) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from echo_batch.errors import ModelError
@@ -61,10 +61,13 @@ class SafetensorsSource:
 
     def _tensor(self, name: str) -> Tensor:
         stored = self._checkpoint.tensors[name]
-        if stored.file not in self._open:
-            opened = self._files.enter_context(safe_open(stored.file, framework="pt", device="cpu"))
-            self._open[stored.file] = opened
-        tensor: Tensor = self._open[stored.file].get_tensor(name).to(self._device)
+        try:
+            if stored.file not in self._open:
+                opened = self._files.enter_context(safe_open(stored.file, framework="pt", device="cpu"))
+                self._open[stored.file] = opened
+            tensor: Tensor = self._open[stored.file].get_tensor(name).to(self._device)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{stored.file}: tensor {name} cannot be read: {error}") from None
         self._read_bytes += stored.num_bytes
         if self._progress is not None:
             self._progress(self._read_bytes, self._checkpoint.num_bytes)

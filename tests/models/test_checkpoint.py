@@ -173,7 +173,9 @@ def test_scales_of_a_weight_that_is_not_fp8(copied: Path) -> None:
 
 def test_index_must_stay_inside_the_directory(copied: Path) -> None:
     for file in ("../model/x.safetensors", "/etc/passwd", "", 3):
-        edit_index(copied, lambda weight_map, file=file: weight_map.update({O_PROJ: file}))
+        index = json.loads((copied / INDEX_FILE).read_text())
+        index["weight_map"][O_PROJ] = file
+        (copied / INDEX_FILE).write_text(json.dumps(index))
         with pytest.raises(ModelError, match=O_PROJ):
             check(copied)
 
