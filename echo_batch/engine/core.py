@@ -16,6 +16,7 @@ from echo_batch.cache.blocks import BlockAllocator
 from echo_batch.cache.manager import KVCache
 from echo_batch.engine.batch import LENGTH, MAX_STOP_IDS, NO_BLOCK, NON_FINITE, RUNNING, STOPPED, BatchState
 from echo_batch.engine.decode import StepLogits
+from echo_batch.engine.losses import device_loss
 from echo_batch.engine.plan import Plan
 from echo_batch.engine.prefill import Prompt, prefill
 from echo_batch.engine.runner import HostOutput, PendingOutput, Runner, StepShape, with_logprobs
@@ -91,8 +92,11 @@ class EngineCore:
         """
         try:
             yield from self._run(requests)
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            raise EngineLostError(f"the device failed: {str(error).splitlines()[0]}") from error
+        except Exception as error:
+            lost = device_loss(error)
+            if lost is None:
+                raise
+            raise EngineLostError(f"the device failed: {lost}") from error
 
     def close(self) -> None:
         """Give the host pool back."""
@@ -113,6 +117,7 @@ class EngineCore:
             ),
         )
         launched: deque[_Launched] = deque()
+        lost = False
         try:
             while launched or not scheduler.done:
                 admitted, refused = scheduler.admit()
@@ -133,8 +138,12 @@ class EngineCore:
                 self._note(scheduler)
                 yield from finished
                 yield None
+        except Exception as error:
+            lost = device_loss(error) is not None
+            raise
         finally:
-            for sequence in list(scheduler.running.values()):
+            # A lost device cannot be tidied up; its error must not be hidden by another.
+            for sequence in [] if lost else list(scheduler.running.values()):
                 self._leave(sequence, scheduler, state)
 
     def _sequence(self, request: Request) -> Sequence:
