@@ -30,7 +30,8 @@ def test_logits_match_transformers(tiny_checkpoint: CheckpointFixture, family: F
 
     assert 2 * model.config.index_topk < CONTEXT
     assert expected.std() > 0.3
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    # Seen: below 1e-5. The wrong eps of the latent norms would be 4e-5, anything else far more.
+    torch.testing.assert_close(logits, expected, atol=3e-5, rtol=0)
     # Logits alone could agree by luck of a weak indexer: the selected sets must be the same too.
     assert selections.keys() == oracle_selections.keys()
     for i, ours in selections.items():

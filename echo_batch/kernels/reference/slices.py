@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-_CPU_ELEMENTS = 1 << 18
-"""1 MiB of fp32: temporaries stay in a core's cache and below malloc's limit for mapped memory."""
+_CPU_ELEMENTS = 1 << 20
+"""4 MiB of fp32: temporaries stay in cache, and below the size from which malloc maps fresh pages each time."""
 _CUDA_ELEMENTS = 1 << 26
 """256 MiB of fp32: few, large launches."""
 
