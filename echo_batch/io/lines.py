@@ -26,6 +26,7 @@ SPOOL_SCHEMA = pa.schema([("line", pa.large_binary()), ("position", pa.string())
 _OFFSETS_HELD = 65_536
 _SPOOL_BATCH_BYTES = 8 * 1024 * 1024
 _NUM_OPEN_FILES = 8
+_RANDOM_BUFFER_BYTES = 64 * 1024
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -123,7 +124,7 @@ class OffsetLines:
                 if stream is None:
                     if len(self._open) >= _NUM_OPEN_FILES:
                         self._open.pop(next(iter(self._open))).close()
-                    stream = self._open[i] = self._files[i].open()
+                    stream = self._open[i] = self._files[i].open(buffer_bytes=_RANDOM_BUFFER_BYTES)
                 stream.seek(offset)
                 text = stream.readline(MAX_ROW_BYTES + 1)
             yield Line(row_id, text, self._position(i, offset))

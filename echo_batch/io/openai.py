@@ -83,8 +83,8 @@ def _chat(body: Mapping[str, Any]) -> RowParts:
     tools = body.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise RowError("bad_params", "body.tools must be a list")
-    kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict):
+    kwargs = body.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
         raise RowError("bad_params", "body.chat_template_kwargs must be an object")
     sampling = _sampling(body)
     if (limit := body.get("max_completion_tokens")) is not None:
@@ -92,14 +92,14 @@ def _chat(body: Mapping[str, Any]) -> RowParts:
     wanted, top = body.get("logprobs"), body.get("top_logprobs")
     if wanted is not None and not isinstance(wanted, bool):
         raise RowError("bad_params", f"logprobs must be true or false, got {_shown(wanted)}")
-    if top is not None and not wanted:
+    if top and not wanted:
         raise RowError("bad_params", "top_logprobs needs logprobs to be true")
     if wanted:
         sampling["logprobs"] = coerce_sampling("logprobs", top if top is not None else 0)
     return RowParts(
         messages=read_messages(messages, "body.messages"),
         tools=None if body.get("tool_choice") == "none" else tools or None,
-        chat_kwargs=kwargs,
+        chat_kwargs=kwargs or {},
         sampling=sampling,
     )
 

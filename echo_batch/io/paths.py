@@ -47,9 +47,9 @@ class InputFile:
     def name(self) -> str:
         return self.path.rstrip("/").rpartition("/")[2]
 
-    def open(self) -> BinaryIO:
-        """The stored bytes, seekable. Raises InputError."""
-        return _open(self.fs, self.path)
+    def open(self, *, buffer_bytes: int = _BUFFER_BYTES) -> BinaryIO:
+        """The stored bytes, seekable; `buffer_bytes` is what a local read fetches at a time. Raises InputError."""
+        return _open(self.fs, self.path, buffer_bytes)
 
     def open_text(self) -> BinaryIO:
         """The bytes of the text inside, decompressed, to be read from the beginning to the end. Raises InputError."""
@@ -239,10 +239,10 @@ def _check_one_form(files: Sequence[InputFile]) -> None:
             )
 
 
-def _open(fs: Any, path: str) -> BinaryIO:
+def _open(fs: Any, path: str, buffer_bytes: int = _BUFFER_BYTES) -> BinaryIO:
     with read_errors(path):
         if fs is None:
-            return open(path, "rb", buffering=_BUFFER_BYTES)
+            return open(path, "rb", buffering=buffer_bytes)
         return cast(BinaryIO, fs.open(path, "rb"))
 
 

@@ -27,6 +27,8 @@ _GENERATION_FIELDS = {
     "max_new_tokens": "max_tokens",
 }
 
+_CHARACTERS_PER_TOKEN = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLimits:
@@ -140,8 +142,28 @@ class RequestBuilder:
             if self._tokenizer is None:
                 raise RowError("tokenize_failed", "the model has no tokenizer: only prompt_token_ids can be read")
             text = without_surrogates(text)
+            self._check_length(text)
         return _Prepared(
             row_id=record.row_id, text=text, token_ids=token_ids, parts=parts, sampling=self._merge(parts.sampling)
+        )
+
+    def _check_length(self, text: str) -> None:
+        """Fails a text of many times the limit by its beginning: tokenizing takes some 30 bytes for each byte."""
+        limit = self._limits.context_tokens
+        most = _CHARACTERS_PER_TOKEN * limit
+        if self._too_long != "fail" or len(text) <= 2 * most or self._tokenizer is None:
+            return
+        try:
+            num_tokens = len(self._tokenizer.encode(text[:most]))
+        except Exception:  # the whole text will fail the same way, where that is reported
+            return
+        if num_tokens > limit + _CHARACTERS_PER_TOKEN:  # the last tokens may be different ones in the whole text
+            raise RowError("too_long", self._too_long_message(f"more than {num_tokens}"))
+
+    def _too_long_message(self, num_tokens: str) -> str:
+        return (
+            f"the prompt has {num_tokens} tokens, the limit is {self._limits.context_tokens} for prompt and generated"
+            " tokens; see --max-model-len and --too-long"
         )
 
     def _merge(self, overrides: Mapping[str, Any]) -> SamplingParams:
@@ -217,11 +239,7 @@ class RequestBuilder:
         """
         limit = self._limits.context_tokens
         if self._too_long == "fail":
-            raise RowError(
-                "too_long",
-                f"the prompt has {len(ids)} tokens, the limit is {limit} for prompt and generated tokens;"
-                " see --max-model-len and --too-long",
-            )
+            raise RowError("too_long", self._too_long_message(str(len(ids))))
         max_tokens = row.sampling.max_tokens
         keep = limit - max(1, min(max_tokens if max_tokens is not None else limit // 8, limit // 2))
         head = 1 if self._tokenizer is not None and ids[0] == self._tokenizer.bos_token_id else 0

@@ -37,10 +37,10 @@ class SpoolWriter(AbstractContextManager["SpoolWriter"]):
         rows = max(1, GROUP_BYTES * batch.num_rows // max(batch.nbytes, 1))
         for begin in range(0, batch.num_rows, rows):
             part = batch.slice(begin, rows)
+            if self._pending_bytes + part.nbytes > GROUP_BYTES:
+                self._flush()
             self._pending.append(part)
             self._pending_bytes += part.nbytes
-            if self._pending_bytes >= GROUP_BYTES:
-                self._flush()
 
     def __exit__(
         self,
