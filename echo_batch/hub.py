@@ -24,11 +24,11 @@ def resolve_model(name: str, *, weights: bool, trust_remote_code: bool = False) 
     Python files come along only with `trust_remote_code`. Raises ModelError when there is nothing to be had.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return str(path)
     if name == DEMO_MODEL:
         return str(demo_model_dir())
-    if path.exists():
+    if name and path.exists():
         raise ModelError(f"--model {name}: is a file; give the directory that holds config.json")
     if not _HUB_ID.fullmatch(name) or ".." in name:
         raise ModelError(f"--model {name}: no such directory (and not a Hub id of the form owner/name)")
@@ -48,8 +48,7 @@ def _download(repo_id: str, *, weights: bool, trust_remote_code: bool) -> str:
         reason = "neither a local directory nor a model on the Hub (private ones need `hf auth login`)"
     except errors.LocalEntryNotFoundError:
         reason = "not in the local Hub cache, and the Hub cannot be reached (or HF_HUB_OFFLINE is set)"
-    except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        reason = (
-            f"download failed: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
-        )
+    except Exception as error:  # whatever its HTTP client, proxies and disks may raise
+        lines = str(error).strip().splitlines()
+        reason = f"download failed: {lines[0] if lines else type(error).__name__}"
     raise ModelError(f"--model {repo_id}: {reason}")

@@ -3,12 +3,16 @@
 Estimates err on the large side: a plan that fits must not run out of memory hours later.
 """
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from echo_batch.cache.spec import CacheSpec
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.models.config import ModelConfig
-from echo_batch.models.tensors import expected_tensors
+from echo_batch.models.tensors import TensorSpec, expected_tensors, layer_tensors
 
 GIB = 2**30
 
@@ -40,22 +44,30 @@ def weight_bytes(model: ModelConfig, *, dtype: Dtype, keep_fp8: bool) -> WeightB
     """Bytes of all weights. Linears stay in fp8 (with an fp32 scale per block) only if `keep_fp8` and the checkpoint
     has them so; kv_b is always dequantized, since it is absorbed into query and output."""
     width = 4 if dtype == "float32" else 2
+    block = model.quant.block_size if keep_fp8 and model.quant is not None else None
+    replicated, experts = _add_up(expected_tensors(replace(model, layers=())), width, block)
+    # Layers of one kind are equal: one of each is counted.
+    kinds = Counter((layer.indexer, layer.mlp) for layer in model.layers)
+    first = {(layer.indexer, layer.mlp): i for i, layer in reversed(list(enumerate(model.layers)))}
+    for kind, count in kinds.items():
+        layer_replicated, layer_experts = _add_up(layer_tensors(model, first[kind]), width, block)
+        replicated += count * layer_replicated
+        experts += count * layer_experts
+    return WeightBytes(replicated, experts, model.n_routed_experts if experts else 0)
+
+
+def _add_up(tensors: Iterable[TensorSpec], width: int, block: int | None) -> tuple[int, int]:
+    """Bytes of (replicated tensors, experts); `block` is the side of a scale block where linears stay in fp8."""
     replicated = experts = 0
-    for tensor in expected_tensors(model):
-        if tensor.role == "fp32":
-            num_bytes = 4 * tensor.num_elements
-        elif tensor.role == "linear" and keep_fp8 and model.quant is not None and "kv_b_proj" not in tensor.name:
-            blocks = 1
-            for size in tensor.shape:
-                blocks *= -(-size // model.quant.block_size)
-            num_bytes = tensor.num_elements + 4 * blocks
-        else:
-            num_bytes = width * tensor.num_elements
+    for tensor in tensors:
+        num_bytes = (4 if tensor.role == "fp32" else width) * tensor.num_elements
+        if tensor.role == "linear" and block is not None and "kv_b_proj" not in tensor.name:
+            num_bytes = tensor.num_elements + 4 * math.prod(-(-size // block) for size in tensor.shape)
         if tensor.component == "experts":
             experts += num_bytes
         else:
             replicated += num_bytes
-    return WeightBytes(replicated, experts, model.n_routed_experts if experts else 0)
+    return replicated, experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,21 @@ def token_bytes(model: ModelConfig, row: RowFormat, index: IndexFormat, *, offlo
         host_map=4 * groups if offload else 0,
         gpu_map=8 * groups if offload else 0,
     )
+
+
+def cache_fixed_bytes(model: ModelConfig, row: RowFormat, index: IndexFormat) -> int:
+    """Metadata of an offloading cache that does not grow with its pools: candidate lists and counters."""
+    many = 2**24
+    spec = CacheSpec(
+        group_layers=model.group_layers,
+        row_format=row,
+        index_format=index,
+        index_topk=model.index_topk,
+        host_tokens=many,
+        gpu_tokens=many,
+    )
+    tokens = token_bytes(model, row, index, offload=True)
+    return spec.metadata_bytes - many * (tokens.host_map + tokens.gpu_map)
 
 
 def runtime_bytes(kind: Literal["cpu", "cuda"]) -> int:

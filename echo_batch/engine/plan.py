@@ -13,7 +13,7 @@ from echo_batch.cache.spec import CacheSpec
 from echo_batch.config import RunConfig
 from echo_batch.engine import memory
 from echo_batch.engine.hardware import Hardware
-from echo_batch.engine.pools import Need, Pools, Problem, Room, choose_pools
+from echo_batch.engine.pools import Need, Problem, Room, choose_pools
 from echo_batch.errors import ConfigError
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.models.config import ModelConfig
@@ -252,13 +252,14 @@ def _decide(
     chunk = _chunk_tokens(config, hardware, group, int(left * _CHUNK_SHARE) // chunk_cost)
     decode = seqs_bound * memory.decode_row_bytes(model, dtype=dtype, context=longest_row)
     activations = group * group_cost + max(chunk * chunk_cost, decode)
+    cache_fixed = memory.cache_fixed_bytes(model, row, index) if config.cache.offload else 0
 
     host_share = hardware.host_bytes // workers
     pools = choose_pools(
         memory.token_bytes(model, row, index, offload=config.cache.offload),
         config.cache,
         Room(
-            device_bytes=left - activations,
+            device_bytes=left - activations - cache_fixed,
             device_total_bytes=total,
             host_bytes=host_share,
             usable_host_bytes=None if on_cpu else int(host_share * _HOST_SHARE),
@@ -286,6 +287,8 @@ def _decide(
     )
     max_num_seqs = config.engine.max_num_seqs or _auto_seqs(cache, known, workers, longest_row, seqs_bound)
     lookahead = config.engine.lookahead_steps
+    model_limit = config.model.max_model_len or model.max_position_embeddings
+    min_host = round_up_to_block(longest_row if known is None else min(model_limit, known.longest_row_tokens))
     return Plan(
         model=model,
         hardware=hardware,
@@ -313,10 +316,10 @@ def _decide(
         ),
         host_pool_bytes=cache.host_pool_bytes,
         host_budget_bytes=int(host_share * (_CPU_SHARE if on_cpu else _HOST_SHARE)),
-        min_host_tokens=pools.min_host_tokens,
+        min_host_tokens=min_host,
         min_gpu_tokens=pools.min_gpu_tokens,
         problems=problems,
-        notes=() if problems else pools.notes + _context_notes(pools, known, limit),
+        notes=() if problems else pools.notes + _context_notes(cache.host_tokens, min_host, known, limit),
     )
 
 
@@ -384,15 +387,15 @@ def _bucket_series() -> Iterator[int]:
         power *= 2
 
 
-def _context_notes(pools: Pools, known: InputStats | None, limit: int) -> tuple[str, ...]:
+def _context_notes(host_tokens: int, min_host: int, known: InputStats | None, limit: int) -> tuple[str, ...]:
     """What a host pool shorter than the longest row means."""
-    if known is not None and pools.host_tokens < known.longest_row_tokens:
+    if known is not None and host_tokens < min_host:
         return (
-            f"the longest row needs {known.longest_row_tokens:,} tokens and the host pool holds {pools.host_tokens:,}: "
-            f"longer prompts become too_long and outputs are cut; --host-pool {pools.min_host_tokens} holds every row",
+            f"the host pool holds {host_tokens:,} tokens and the longest row needs {min_host:,}: longer prompts become "
+            f"too_long and outputs are cut; --host-pool {min_host} holds every row",
         )
-    if known is None and pools.host_tokens < limit:
-        return (f"the host pool lowers the context limit from {limit:,} to {pools.host_tokens:,} tokens",)
+    if known is None and host_tokens < limit:
+        return (f"the host pool lowers the context limit from {limit:,} to {host_tokens:,} tokens",)
     return ()
 
 

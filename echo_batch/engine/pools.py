@@ -118,7 +118,7 @@ def choose_pools(tokens: TokenBytes, asked: CacheConfig, room: Room, need: Need)
     problems = _problems(pools, costs, tokens, shared)
     if host is None and not problems and host_tokens < min(need.longest_row, _MIN_AUTO_HOST_TOKENS):
         problems = [f"there is room for only {host_tokens:,} host tokens beside {gpu_tokens:,} GPU tokens"]
-    suggestion = _nearest(costs, host, gpu, pools) if problems else ""
+    suggestion = _nearest(costs, host, gpu, pools, min(auto_share, costs.host_memory_tokens)) if problems else ""
     return Pools(
         host_tokens=pools.host_tokens,
         gpu_tokens=pools.gpu_tokens,
@@ -164,15 +164,17 @@ def _problems(pools: Pools, costs: _Costs, tokens: TokenBytes, shared: bool) -> 
     return problems
 
 
-def _nearest(costs: _Costs, host: int | None, gpu: int | None, pools: Pools) -> str:
+def _nearest(costs: _Costs, host: int | None, gpu: int | None, pools: Pools, most_auto_host: int) -> str:
     """Options that fit, changing as little as possible of what was asked ("" when no pool size helps)."""
     least = pools.min_gpu_tokens
     wanted_gpu = max(gpu or least, least)
     if host is None:
-        # The host pool follows: leave it room for the longest row, or else for one block.
-        enough = pools.min_host_tokens if costs.gpu_beside(pools.min_host_tokens) >= least else BLOCK_SIZE
-        possible = min(wanted_gpu, costs.gpu_beside(enough))
-        return _option("--gpu-pool", possible, gpu) if possible >= least and gpu is not None else ""
+        # The host pool follows: leave it room for the longest row, or else for some rows at least.
+        for enough in (pools.min_host_tokens, min(pools.min_host_tokens, _MIN_AUTO_HOST_TOKENS)):
+            possible = min(wanted_gpu, costs.gpu_beside(enough))
+            if gpu is not None and possible != gpu and possible >= least and enough <= most_auto_host:
+                return _option("--gpu-pool", possible, gpu)
+        return ""
     host_fits_memory = host <= costs.host_memory_tokens
     if host_fits_memory and costs.gpu_beside(host) >= least:
         return _option("--gpu-pool", min(wanted_gpu, costs.gpu_beside(host)), gpu)

@@ -1,0 +1,64 @@
+"""Bytes of weights and of one token, against numbers worked out by hand."""
+
+import pytest
+
+from echo_batch.engine.memory import token_bytes, weight_bytes
+from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.models.config import ModelConfig
+from echo_batch.models.tensors import expected_tensors
+from tests.geometries import GLM5, GLM52, TINY, V32
+
+FP8, BF16 = RowFormat("fp8"), RowFormat("bf16")
+INDEX = IndexFormat("fp8")
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "expected"),
+    [
+        (V32, FP8, 48_068),  # 61 * (656 + 132)
+        (V32, BF16, 78_324),  # 61 * (1152 + 132)
+        (GLM5, FP8, 61_464),  # 78 * 788
+        (GLM52, FP8, 53_940),  # 78 * 656 + 21 * 132: the indexer cache has one copy per selection group
+    ],
+)
+def test_bytes_per_token(config: dict[str, object], row: RowFormat, expected: int) -> None:
+    tokens = token_bytes(ModelConfig.from_hf_dict(config), row, INDEX, offload=True)
+    assert tokens.gpu_row + tokens.index == expected
+    assert tokens.host_row == tokens.gpu_row
+
+
+def test_metadata_per_token_and_none_without_offload() -> None:
+    model = ModelConfig.from_hf_dict(GLM52)
+    tokens = token_bytes(model, FP8, INDEX, offload=True)
+    assert (tokens.host_map, tokens.gpu_map) == (21 * 4, 21 * 8)
+    resident = token_bytes(model, FP8, INDEX, offload=False)
+    assert (resident.host_row, resident.host_map, resident.gpu_map) == (0, 0, 0)
+    assert resident.gpu_row == tokens.gpu_row
+
+
+def test_v32_experts_in_fp8() -> None:
+    weights = weight_bytes(ModelConfig.from_hf_dict(V32), dtype="bfloat16", keep_fp8=True)
+    matrix = 7168 * 2048 + 4 * (7168 // 128) * (2048 // 128)
+    assert weights.experts == 58 * 256 * 3 * matrix
+    # Attention, dense layers, shared experts, embedding and head: about 21 GB, by the official 671B - 654B of experts.
+    assert 19e9 < weights.replicated < 23e9
+
+
+def test_layers_of_a_kind_are_counted_like_all_their_tensors() -> None:
+    model = ModelConfig.from_hf_dict(GLM52 | dict(n_routed_experts=4, num_experts_per_tok=2))
+    weights = weight_bytes(model, dtype="float32", keep_fp8=False)
+    assert weights.replicated + weights.experts == 4 * sum(t.num_elements for t in expected_tensors(model))
+
+
+def test_float32_weights_are_four_bytes_each() -> None:
+    model = ModelConfig.from_hf_dict(TINY)
+    single = weight_bytes(model, dtype="float32", keep_fp8=False)
+    half = weight_bytes(model, dtype="bfloat16", keep_fp8=False)
+    assert single.experts == 2 * half.experts == 4 * 3 * 16 * 3 * 256 * 128
+    assert single.experts + single.replicated > half.experts + half.replicated
+
+
+@pytest.mark.parametrize(("workers", "share"), [(1, 256), (8, 32), (3, 86), (256, 1), (512, 1)])
+def test_experts_are_spread_and_the_rest_is_not(workers: int, share: int) -> None:
+    weights = weight_bytes(ModelConfig.from_hf_dict(V32), dtype="bfloat16", keep_fp8=True)
+    assert weights.per_worker(workers) == weights.replicated + weights.experts * share // 256
