@@ -47,7 +47,8 @@ def load_kernel(
 
     source = importlib.resources.files(__package__).joinpath(file_name).read_text()
     major, minor = torch.cuda.get_device_capability(device_index)
-    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in defines]
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file_name.encode(), 0, [], []))
     encoded = [option.encode() for option in options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -64,7 +65,9 @@ def load_kernel(
     return Kernel(function, shared_bytes)
 
 
-def launch(kernel: Kernel, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[tuple[Argument, Any]]) -> None:
+def launch(
+    kernel: Kernel, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[tuple[Argument, Any]]
+) -> None:
     """Launch on the current stream. `arguments`: (tensor, number or None for a null pointer; its ctypes type)."""
     from cuda.bindings import driver
 

@@ -1,4 +1,5 @@
-"""Exact top-k of index scores by a predicted threshold, in Triton: for GPUs without block clusters (else: kernels/cuda).
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Exact top-k of index scores by a predicted threshold, in Triton: for GPUs without block clusters (kernels/cuda).
 
 Two launches. The first compacts, chunk by chunk, the scores that pass a threshold a little below the predicted k-th
 score. The second has one program a row: it bisects on the ordered bits of the candidates, or of the whole row if fewer

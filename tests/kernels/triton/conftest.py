@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter where there is no GPU. Imported before the kernels, which are compiled by mode."""
+"""Kernels run in Triton's interpreter where there is no GPU. Imported before the kernels: they are made by mode."""
 
 import os
 

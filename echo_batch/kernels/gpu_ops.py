@@ -1,0 +1,108 @@
+"""The ops on an NVIDIA GPU: libraries where they are installed and fit, CUDA and Triton kernels for the rest."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from echo_batch.kernels.cuda import runtime
+from echo_batch.kernels.cuda import topk as cuda_topk
+from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.libs.deep_gemm import DeepGemm, load_deep_gemm
+from echo_batch.kernels.libs.flash_mla import FlashMla, load_flash_mla
+from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.triton import attention, indexer, linear, moe, norm_rope, rows, topk
+from echo_batch.kernels.weights import QuantizedWeight, Weight
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuLibraries:
+    """What was found on this machine for one device; None: not there, or of no use on this GPU."""
+
+    deep_gemm: DeepGemm | None
+    flash_mla: FlashMla | None
+    cuda_kernels: bool
+    """whether kernels/cuda can be compiled and run"""
+
+
+def find_libraries(device: torch.device) -> GpuLibraries:
+    """Look for the optional libraries; imports what is there."""
+    return GpuLibraries(load_deep_gemm(device), load_flash_mla(device), runtime.available(device))
+
+
+def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
+    """The fastest ops that these libraries allow; `reference` fills what has no fast version.
+
+    Scores that DeepGEMM leaves undefined past a row's length are never looked at by `topk_positions`.
+    """
+    found = _Dispatch(libraries)
+    return dataclasses.replace(
+        reference,
+        linear=found.linear,
+        linear_fp32=linear.linear_fp32,
+        rms_norm=norm_rope.rms_norm,
+        add_rms_norm=norm_rope.add_rms_norm,
+        layer_norm=norm_rope.layer_norm,
+        rope_angles=norm_rope.rope_angles,
+        apply_rope=norm_rope.apply_rope,
+        hadamard=norm_rope.hadamard,
+        route=moe.route,
+        swiglu=moe.swiglu,
+        routed_experts=found.routed_experts,
+        pack_kv_rows=rows.pack_kv_rows,
+        pack_index_keys=rows.pack_index_keys,
+        quantize_index_query=rows.quantize_index_query,
+        write_index_keys=rows.write_index_keys,
+        read_index_keys=rows.read_index_keys,
+        index_scores_paged=found.index_scores_paged,
+        index_scores_contiguous=found.index_scores_contiguous,
+        topk_positions=cuda_topk.topk_positions if libraries.cuda_kernels else topk.topk_positions,
+        sparse_mla=found.sparse_mla,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Dispatch:
+    """Library or Triton, by what the arguments are: a library serves fewer shapes and formats."""
+
+    libraries: GpuLibraries
+
+    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        library = self.libraries.deep_gemm
+        if library is not None and isinstance(weight, QuantizedWeight) and library.supports(weight, x):
+            return library.linear(x, weight)
+        return linear.linear(x, weight)
+
+    def routed_experts(self, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        library = self.libraries.deep_gemm
+        if (
+            library is not None
+            and isinstance(gate_up, QuantizedWeight)
+            and isinstance(down, QuantizedWeight)
+            and library.supports(gate_up, x)
+            and library.supports(down, x)
+        ):
+            return library.routed_experts(x, experts, weights, gate_up, down)
+        return moe.routed_experts(x, experts, weights, gate_up, down)
+
+    def index_scores_paged(
+        self, query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat
+    ) -> Tensor:
+        library = self.libraries.deep_gemm
+        if library is not None and fmt.kind == "fp8" and query.shape[1] in (32, 64):
+            return library.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
+        return indexer.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
+
+    def index_scores_contiguous(
+        self, query: Tensor, weights: Tensor, keys: Tensor, row_ends: Tensor, fmt: IndexFormat
+    ) -> Tensor:
+        library = self.libraries.deep_gemm
+        if library is not None and fmt.kind == "fp8" and query.shape[1] in (32, 64):
+            return library.index_scores_contiguous(query, weights, keys, row_ends, fmt)
+        return indexer.index_scores_contiguous(query, weights, keys, row_ends, fmt)
+
+    def sparse_mla(self, query: Tensor, rows: Tensor, indices: Tensor, softmax_scale: float, fmt: RowFormat) -> Tensor:
+        library = self.libraries.flash_mla
+        if library is not None and library.supports(query, fmt):
+            return library.sparse_mla(query, rows, indices, softmax_scale, fmt)
+        return attention.sparse_mla(query, rows, indices, softmax_scale, fmt)

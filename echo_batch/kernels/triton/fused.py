@@ -1,0 +1,372 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""A layer's small steps between its GEMMs, each group in one launch; the same roundings as the single ops.
+
+Every intermediate that the single ops would round to the model's dtype is rounded here too, so that a model gives the
+same bits with either.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.triton.norm_rope import hadamard_dot, rotate
+from echo_batch.kernels.triton.quant import dot_type, empty_scales, group_scale, quantize_last, to_fp8
+from echo_batch.kernels.triton.rows import store_kv_row
+from echo_batch.kernels.weights import QUANT_BLOCK
+
+
+class LatentInputs(NamedTuple):
+    """What `latent_inputs` makes of the first projection. The index key is None on layers without an indexer."""
+
+    q_normed: Tensor
+    """[T, q_lora_rank] in the input's dtype"""
+    q_values: Tensor
+    """the same as e4m3"""
+    q_scale: Tensor
+    """fp32 [T, q_lora_rank / 128], stored group-major"""
+    kv_row: Tensor
+    """uint8 [T, row_bytes]"""
+    index_key: Tensor | None
+    """uint8 [T, index row_bytes]"""
+
+
+@triton.jit
+def _rms(x, weight, width, eps):
+    return weight * (x * tl.math.rsqrt(tl.math.div_rn(tl.sum(x * x, 0), width) + eps))
+
+
+@triton.jit
+def rotate_first(x, cos, sin, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr):
+    """Rotate the first ROPE of DIM = 2 * ROPE columns of x [ROWS, DIM]; the rest passes."""
+    tl.static_assert(DIM == 2 * ROPE)
+    first, rest = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, ROPE)), (0, 2, 1)))
+    first = rotate(first, cos, sin, INTERLEAVED, ROWS, ROPE // 2)
+    return tl.reshape(tl.permute(tl.join(first, rest), (0, 2, 1)), (ROWS, DIM))
+
+
+@triton.jit
+def _query_part(
+    x_ptr,
+    weight_ptr,
+    normed_ptr,
+    values_ptr,
+    scale_ptr,
+    scale_group_stride,
+    width,
+    eps,
+    UE8M0: tl.constexpr,
+    WIDTH_P2: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Norm and quantization of one token's query rank."""
+    column = tl.arange(0, WIDTH_P2)
+    inside = column < width
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    normed = _rms(x, weight, width.to(tl.float32), eps).to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + column, normed, mask=inside)
+    grouped = tl.reshape(normed.to(tl.float32), (WIDTH_P2 // GROUP, GROUP))
+    scale = group_scale(tl.max(tl.abs(grouped), 1), UE8M0)
+    values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape))
+    tl.store(values_ptr + column, tl.reshape(values, (WIDTH_P2,)), mask=inside)
+    group = tl.arange(0, WIDTH_P2 // GROUP)
+    tl.store(scale_ptr + group * scale_group_stride, scale, mask=group * GROUP < width)
+
+
+@triton.jit
+def _kv_part(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    row_ptr,
+    eps,
+    INTERLEAVED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Norm of the latent, rotation of the rope part, packing of one token's KV row."""
+    dtype = x_ptr.dtype.element_ty
+    column = tl.arange(0, LATENT)
+    half = tl.arange(0, ROPE // 2)
+    x = tl.load(x_ptr + column).to(tl.float32)
+    weight = tl.load(weight_ptr + column).to(tl.float32)
+    latent = _rms(x, weight, tl.full((), LATENT, tl.float32), eps).to(dtype).to(tl.float32)
+    rope = tl.load(x_ptr + LATENT + tl.arange(0, ROPE)).to(tl.float32)
+    cos, sin = tl.load(cos_ptr + half)[None, :], tl.load(sin_ptr + half)[None, :]
+    rope = rotate(tl.reshape(rope, (1, ROPE)), cos, sin, INTERLEAVED, 1, ROPE // 2)
+    rope = tl.reshape(rope, (ROPE,)).to(dtype).to(tl.float32)
+    store_kv_row(row_ptr, latent, rope, True, FORMAT, LATENT, ROPE)
+
+
+@triton.jit
+def _key_part(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    row_ptr,
+    eps,
+    hadamard_factor,
+    INTERLEAVED: tl.constexpr,
+    ROPE: tl.constexpr,
+    DIM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """LayerNorm, rotation, Hadamard and packing of one token's index key."""
+    dtype = x_ptr.dtype.element_ty
+    column = tl.arange(0, DIM)
+    half = tl.arange(0, ROPE // 2)
+    x = tl.load(x_ptr + column).to(tl.float32)
+    count = tl.full((), DIM, tl.float32)
+    centered = x - tl.math.div_rn(tl.sum(x, 0), count)
+    variance = tl.math.div_rn(tl.sum(centered * centered, 0), count)
+    normed = centered * tl.math.rsqrt(variance + eps) * tl.load(weight_ptr + column)
+    normed = (normed + tl.load(bias_ptr + column)).to(dtype).to(tl.float32)
+    # Rows of the tile beyond the first are copies: tl.dot wants at least 16.
+    tile = tl.broadcast_to(normed[None, :], (16, DIM))
+    cos, sin = tl.load(cos_ptr + half)[None, :], tl.load(sin_ptr + half)[None, :]
+    tile = rotate_first(tile, cos, sin, INTERLEAVED, 16, ROPE, DIM).to(dtype)
+    key = (hadamard_dot(tile, COMPUTE, DIM) * hadamard_factor).to(dtype).to(tl.float32)
+    values, scale = quantize_last(key, True)
+    row = tl.arange(0, 16)
+    at = row_ptr + row[:, None] * 0 + column[None, :]
+    tl.store(at, values.to(tl.uint8, bitcast=True), mask=(row == 0)[:, None])
+    scale_ptr = (row_ptr + DIM).to(tl.pointer_type(tl.float32))
+    tl.store(scale_ptr + row, scale, mask=row == 0)
+
+
+@triton.jit
+def _latent_kernel(
+    a_ptr,
+    q_weight_ptr,
+    kv_weight_ptr,
+    key_weight_ptr,
+    key_bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_normed_ptr,
+    q_values_ptr,
+    q_scale_ptr,
+    kv_row_ptr,
+    key_row_ptr,
+    a_stride,
+    scale_row_stride,
+    scale_group_stride,
+    q_rank,
+    index_dim,
+    kv_row_bytes,
+    key_row_bytes,
+    eps,
+    key_eps,
+    hadamard_factor,
+    HAS_INDEXER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INDEX_INTERLEAVED: tl.constexpr,
+    ROW_FORMAT: tl.constexpr,
+    Q_UE8M0: tl.constexpr,
+    Q_P2: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    INDEX_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    a_ptr += token * a_stride
+    cos_ptr += token * (ROPE // 2)
+    sin_ptr += token * (ROPE // 2)
+    if part == 0:
+        q_normed_ptr += token * q_rank
+        q_values_ptr += token * q_rank
+        q_scale_ptr += token * scale_row_stride
+        _query_part(
+            a_ptr,
+            q_weight_ptr,
+            q_normed_ptr,
+            q_values_ptr,
+            q_scale_ptr,
+            scale_group_stride,
+            q_rank,
+            eps,
+            Q_UE8M0,
+            Q_P2,
+            GROUP,
+        )
+    elif part == 1:
+        kv_ptr = a_ptr + q_rank + index_dim
+        kv_row_ptr += token * kv_row_bytes
+        _kv_part(kv_ptr, kv_weight_ptr, cos_ptr, sin_ptr, kv_row_ptr, eps, INTERLEAVED, ROW_FORMAT, LATENT, ROPE)
+    elif HAS_INDEXER:
+        key_row_ptr += token * key_row_bytes
+        _key_part(
+            a_ptr + q_rank,
+            key_weight_ptr,
+            key_bias_ptr,
+            cos_ptr,
+            sin_ptr,
+            key_row_ptr,
+            key_eps,
+            hadamard_factor,
+            INDEX_INTERLEAVED,
+            ROPE,
+            INDEX_DIM,
+            COMPUTE,
+        )
+
+
+def latent_inputs(
+    a: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    key_weight: Tensor | None,
+    key_bias: Tensor | None,
+    *,
+    eps: float,
+    key_eps: float,
+    interleaved: bool,
+    index_interleaved: bool,
+    row_format: RowFormat,
+    index_format: IndexFormat,
+    q_ue8m0: bool,
+) -> LatentInputs:
+    """After the first projection: norms, rotation, quantization and packing (spec sections 3.1, 3.3).
+
+    a [T, q_rank + (128 with an indexer) + 512 + 64]: q_a, index key, latent, rope part. cos, sin fp32 [T, 32];
+    q_weight fp32 [q_rank], kv_weight fp32 [512]; key_weight, key_bias fp32 [128] of the index key's LayerNorm, None
+    without an indexer. The index format must be fp8.
+    """
+    num_tokens, width = a.shape
+    assert a.stride(1) == 1 and index_format.kind == "fp8"
+    latent, rope = row_format.latent_dim, row_format.rope_dim
+    has_indexer = key_weight is not None
+    index_dim = index_format.head_dim if has_indexer else 0
+    q_rank = width - index_dim - latent - rope
+    assert q_weight.shape[0] == q_rank and q_rank % QUANT_BLOCK == 0, (q_weight.shape, q_rank)
+    device = a.device
+    q_normed = torch.empty(num_tokens, q_rank, dtype=a.dtype, device=device)
+    q_values = torch.empty(num_tokens, q_rank, dtype=torch.float8_e4m3fn, device=device)
+    q_scale = empty_scales(num_tokens, q_rank // QUANT_BLOCK, device)
+    kv_row = torch.empty(num_tokens, row_format.row_bytes, dtype=torch.uint8, device=device)
+    index_key = torch.empty(num_tokens, index_format.row_bytes, dtype=torch.uint8, device=device)
+    if num_tokens:
+        _latent_kernel[(num_tokens, 3 if has_indexer else 2)](
+            a,
+            q_weight,
+            kv_weight,
+            q_weight if key_weight is None else key_weight,
+            q_weight if key_bias is None else key_bias,
+            cos,
+            sin,
+            q_normed,
+            q_values,
+            q_scale,
+            kv_row,
+            index_key,
+            a.stride(0),
+            q_scale.stride(0),
+            q_scale.stride(1),
+            q_rank,
+            index_dim,
+            row_format.row_bytes,
+            index_format.row_bytes,
+            eps,
+            key_eps,
+            index_format.head_dim**-0.5,
+            HAS_INDEXER=has_indexer,
+            INTERLEAVED=interleaved,
+            INDEX_INTERLEAVED=index_interleaved,
+            ROW_FORMAT=row_format.kind,
+            Q_UE8M0=q_ue8m0,
+            Q_P2=max(QUANT_BLOCK, triton.next_power_of_2(q_rank)),
+            LATENT=latent,
+            ROPE=rope,
+            INDEX_DIM=index_format.head_dim,
+            GROUP=QUANT_BLOCK,
+            COMPUTE=dot_type(a),
+            num_warps=4,
+        )
+    return LatentInputs(q_normed, q_values, q_scale, kv_row, index_key if has_indexer else None)
+
+
+@triton.jit
+def _index_query_kernel(
+    query_ptr,
+    cos_ptr,
+    sin_ptr,
+    logits_ptr,
+    values_ptr,
+    weights_ptr,
+    num_heads,
+    token_stride,
+    head_stride,
+    factor,
+    hadamard_factor,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROPE: tl.constexpr,
+    DIM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, DIM)
+    half = tl.arange(0, ROPE // 2)
+    inside = (head < num_heads)[:, None]
+    dtype = query_ptr.dtype.element_ty
+    at = token * token_stride + head[:, None] * head_stride + column[None, :]
+    x = tl.load(query_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + token * (ROPE // 2) + half)[None, :]
+    sin = tl.load(sin_ptr + token * (ROPE // 2) + half)[None, :]
+    x = rotate_first(x, cos, sin, INTERLEAVED, HEADS, ROPE, DIM).to(dtype)
+    x = (hadamard_dot(x, COMPUTE, DIM) * hadamard_factor).to(dtype).to(tl.float32)
+    values, scale = quantize_last(x, True)
+    flat = token * num_heads + head
+    tl.store(values_ptr + flat[:, None] * DIM + column[None, :], values, mask=inside)
+    logits = tl.load(logits_ptr + flat, mask=head < num_heads, other=0.0)
+    tl.store(weights_ptr + flat, logits * factor * scale, mask=head < num_heads)
+
+
+def index_query(
+    query: Tensor, cos: Tensor, sin: Tensor, head_logits: Tensor, *, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Indexer query: rotation of its first half, Hadamard, ue8m0 quantization, and the head weights (spec section 3.3).
+
+    query [T, Hi, 128] (unit stride in the last dimension), cos, sin fp32 [T, 32], head_logits fp32 [T, Hi]
+    (x times weights_proj) -> e4m3 [T, Hi, 128] and fp32 weights [T, Hi] with both constants and the query
+    scale folded in.
+    """
+    num_tokens, num_heads, dim = query.shape
+    assert query.stride(2) == 1 and head_logits.is_contiguous()
+    values = torch.empty(query.shape, dtype=torch.float8_e4m3fn, device=query.device)
+    weights = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=query.device)
+    if num_tokens:
+        _index_query_kernel[(num_tokens, triton.cdiv(num_heads, 16))](
+            query,
+            cos,
+            sin,
+            head_logits,
+            values,
+            weights,
+            num_heads,
+            query.stride(0),
+            query.stride(1),
+            num_heads**-0.5 * dim**-0.5,
+            dim**-0.5,
+            INTERLEAVED=interleaved,
+            HEADS=16,
+            ROPE=2 * cos.shape[1],
+            DIM=dim,
+            COMPUTE=dot_type(query),
+            num_warps=4,
+        )
+    return values, weights

@@ -1,0 +1,279 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Norms, rotary embedding and Hadamard rotation in Triton: fp32 arithmetic, one rounding, as the references."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echo_batch.kernels.triton.quant import dot_type, empty_scales, group_scale, to_fp8
+from echo_batch.kernels.weights import QUANT_BLOCK
+
+
+@triton.jit
+def _rms_norm_kernel(
+    hidden_ptr,
+    delta_ptr,
+    weight_ptr,
+    sum_ptr,
+    normed_ptr,
+    values_ptr,
+    scale_ptr,
+    width,
+    hidden_stride,
+    delta_stride,
+    scale_row_stride,
+    scale_group_stride,
+    eps,
+    ADD: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    UE8M0: tl.constexpr,
+    WIDTH_P2: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH_P2)
+    inside = column < width
+    x = tl.load(hidden_ptr + row * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + row * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(sum_ptr + row * width + column, x.to(sum_ptr.dtype.element_ty), mask=inside)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    mean_square = tl.math.div_rn(tl.sum(x * x, 0), width.to(tl.float32))
+    normed = (weight * (x * tl.math.rsqrt(mean_square + eps))).to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + row * width + column, normed, mask=inside)
+    if QUANTIZE:
+        # Of the rounded norm: a separate quantization of the result gives the same bits.
+        grouped = tl.reshape(normed.to(tl.float32), (WIDTH_P2 // GROUP, GROUP))
+        scale = group_scale(tl.max(tl.abs(grouped), 1), UE8M0)
+        values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape))
+        tl.store(values_ptr + row * width + column, tl.reshape(values, (WIDTH_P2,)), mask=inside)
+        group = tl.arange(0, WIDTH_P2 // GROUP)
+        at = row * scale_row_stride + group.to(tl.int64) * scale_group_stride
+        tl.store(scale_ptr + at, scale, mask=group * GROUP < width)
+
+
+def _rms_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, quantize: bool, ue8m0: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    num_rows, width = hidden.shape
+    assert hidden.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
+    normed = torch.empty(num_rows, width, dtype=hidden.dtype, device=hidden.device)
+    total = hidden if delta is None else torch.empty_like(normed)
+    values = scale = None
+    if quantize:
+        assert width % QUANT_BLOCK == 0, width
+        values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=hidden.device)
+        scale = empty_scales(num_rows, width // QUANT_BLOCK, hidden.device)
+    if num_rows:
+        width_p2 = max(QUANT_BLOCK, triton.next_power_of_2(width))
+        _rms_norm_kernel[(num_rows,)](
+            hidden,
+            hidden if delta is None else delta,
+            weight,
+            total,
+            normed,
+            normed if values is None else values,
+            weight if scale is None else scale,
+            width,
+            hidden.stride(0),
+            0 if delta is None else delta.stride(0),
+            0 if scale is None else scale.stride(0),
+            0 if scale is None else scale.stride(1),
+            eps,
+            ADD=delta is not None,
+            QUANTIZE=quantize,
+            UE8M0=ue8m0,
+            WIDTH_P2=width_p2,
+            GROUP=QUANT_BLOCK,
+            num_warps=min(16, max(1, width_p2 // 512)),
+        )
+    return total, normed, values, scale
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] -> w * x * rsqrt(mean(x^2) + eps) in x's dtype; weight fp32 [D]."""
+    flat = x.flatten(0, -2) if x.dim() != 2 else x
+    return _rms_norm(flat, None, weight, eps, quantize=False, ue8m0=False)[1].view(x.shape)
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(hidden [T, D], delta [T, D] | None, weight fp32 [D]) -> (hidden + delta rounded, norm of the fp32 sum)."""
+    total, normed, _, _ = _rms_norm(hidden, delta, weight, eps, quantize=False, ue8m0=False)
+    return total, normed
+
+
+def add_rms_norm_quantize(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, ue8m0: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_rms_norm`, and its second result quantized: (sum, normed, e4m3 [T, D], fp32 scales [T, D / 128])."""
+    total, normed, values, scale = _rms_norm(hidden, delta, weight, eps, quantize=True, ue8m0=ue8m0)
+    assert values is not None and scale is not None
+    return total, normed, values, scale
+
+
+@triton.jit
+def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, width, x_stride, eps, WIDTH_P2: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH_P2)
+    inside = column < width
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    count = width.to(tl.float32)
+    centered = tl.where(inside, x - tl.math.div_rn(tl.sum(x, 0), count), 0.0)
+    variance = tl.math.div_rn(tl.sum(centered * centered, 0), count)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    normed = centered * tl.math.rsqrt(variance + eps) * weight + bias
+    tl.store(out_ptr + row * width + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dimension: x [..., D], weight and bias fp32 [D] -> [..., D] in x's dtype."""
+    flat = x.flatten(0, -2) if x.dim() != 2 else x
+    assert flat.stride(1) == 1
+    num_rows, width = flat.shape
+    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    if num_rows:
+        _layer_norm_kernel[(num_rows,)](
+            flat, weight, bias, out, width, flat.stride(0), eps, WIDTH_P2=triton.next_power_of_2(width), num_warps=4
+        )
+    return out.view(x.shape)
+
+
+@triton.jit
+def _angles_kernel(positions_ptr, frequencies_ptr, cos_ptr, sin_ptr, half, HALF_P2: tl.constexpr):
+    row = tl.program_id(0)
+    lane = tl.arange(0, HALF_P2)
+    inside = lane < half
+    position = tl.load(positions_ptr + row).to(tl.float32)
+    angle = position * tl.load(frequencies_ptr + lane, mask=inside, other=0.0)
+    at = row.to(tl.int64) * half + lane
+    tl.store(cos_ptr + at, tl.cos(angle), mask=inside)
+    tl.store(sin_ptr + at, tl.sin(angle), mask=inside)
+
+
+def rope_angles(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """positions int [T], inverse_frequencies fp32 [d/2] -> cos, sin fp32 [T, d/2]."""
+    num_rows, half = positions.shape[0], inverse_frequencies.shape[0]
+    cos = torch.empty(num_rows, half, dtype=torch.float32, device=positions.device)
+    sin = torch.empty_like(cos)
+    if num_rows:
+        _angles_kernel[(num_rows,)](
+            positions, inverse_frequencies, cos, sin, half, HALF_P2=triton.next_power_of_2(half), num_warps=1
+        )
+    return cos, sin
+
+
+@triton.jit
+def rotate(x, cos, sin, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Rotate fp32 x [ROWS, 2 * HALF] by cos, sin [ROWS, HALF]; pairs (2j, 2j + 1), or (j, j + HALF)."""
+    if INTERLEAVED:
+        first, second = tl.split(tl.reshape(x, (ROWS, HALF, 2)))
+        return tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), (ROWS, 2 * HALF))
+    first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
+    rotated = tl.join(first * cos - second * sin, second * cos + first * sin)
+    return tl.reshape(tl.permute(rotated, (0, 2, 1)), (ROWS, 2 * HALF))
+
+
+@triton.jit
+def _rope_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    num_heads,
+    x_token_stride,
+    x_head_stride,
+    out_token_stride,
+    out_head_stride,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, 2 * HALF)
+    inside = (head < num_heads)[:, None]
+    half = tl.arange(0, HALF)
+    cos = tl.load(cos_ptr + token * HALF + half)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + half)[None, :]
+    at = token * x_token_stride + head[:, None] * x_head_stride + column[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    rotated = rotate(x, cos, sin, INTERLEAVED, HEADS, HALF)
+    at = token * out_token_stride + head[:, None] * out_head_stride + column[None, :]
+    tl.store(out_ptr + at, rotated.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None) -> Tensor:
+    """Rotate x [T, d] or [T, H, d] by cos, sin fp32 [T, d/2]; computed in fp32, returned in x's dtype.
+
+    d is a power of two. `interleaved` rotates pairs (2j, 2j+1), otherwise pairs (j, j + d/2). `out` (same shape, unit
+    stride in d; may be x itself) receives the result, for writing into a slice of a larger tensor.
+    """
+    assert x.stride(-1) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert out.stride(-1) == 1 and out.shape == x.shape
+    if x.numel() == 0:
+        return out
+    heads = x.shape[1] if x.dim() == 3 else 1
+    block = min(16, triton.next_power_of_2(heads))
+    _rope_kernel[(x.shape[0], triton.cdiv(heads, block))](
+        x,
+        cos,
+        sin,
+        out,
+        heads,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        out.stride(0),
+        out.stride(1) if out.dim() == 3 else 0,
+        INTERLEAVED=interleaved,
+        HEADS=block,
+        HALF=x.shape[-1] // 2,
+        num_warps=1 if block == 1 else 4,
+    )
+    return out
+
+
+@triton.jit
+def _hadamard_kernel(x_ptr, out_ptr, num_rows, factor, COMPUTE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, SIZE)
+    at = row[:, None] * SIZE + column[None, :]
+    inside = (row < num_rows)[:, None]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    rotated = hadamard_dot(x, COMPUTE, SIZE) * factor
+    tl.store(out_ptr + at, rotated.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def hadamard_dot(x, COMPUTE: tl.constexpr, SIZE: tl.constexpr):
+    """x [R, n] times Sylvester's matrix of +-1 [n, n] in fp32; exact products if COMPUTE holds x's values.
+
+    Entry (i, j) is -1 where i and j share an odd number of bits: cheaper to compute than to load.
+    """
+    index = tl.arange(0, SIZE)
+    shared = index[:, None] & index[None, :]
+    shared ^= shared >> 8
+    shared ^= shared >> 4
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    matrix = (1 - 2 * (shared & 1)).to(tl.float32).to(COMPUTE)
+    return tl.dot(x.to(COMPUTE), matrix, input_precision="ieee")
+
+
+def hadamard(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [..., n] times Sylvester's matrix [n, n] / sqrt(n), in fp32, returned in x's dtype; n a power of two.
+
+    `matrix` is reference.hadamard's; only its size is used.
+    """
+    size = matrix.shape[0]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    num_rows = x.numel() // size
+    if num_rows:
+        _hadamard_kernel[(triton.cdiv(num_rows, 16),)](
+            x, out, num_rows, size**-0.5, COMPUTE=dot_type(x), ROWS=16, SIZE=size, num_warps=4
+        )
+    return out

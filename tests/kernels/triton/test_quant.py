@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from echo_batch.kernels.reference.moe import swiglu
+from echo_batch.kernels.reference.quant import dequantize_groups
+from echo_batch.kernels.reference.quant import quantize_groups as reference
+from echo_batch.kernels.triton.quant import quantize_groups, swiglu_quantize
+from tests.kernels.triton.common import DEVICE, difference, randn
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantize_groups_is_bitwise_the_reference(ue8m0: bool, dtype: torch.dtype) -> None:
+    x = randn(5, 384, seed=1) * torch.logspace(-6, 4, 384, device=DEVICE)
+    x[1] = 0.0
+    x[2, 128:256] = torch.tensor(448.0)
+    x = x.to(dtype)
+    values, scale = quantize_groups(x, ue8m0=ue8m0)
+    expected_values, expected_scale = reference(x, ue8m0=ue8m0)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
+    # DeepGEMM reads scales group after group, rows padded to 16 bytes.
+    assert scale.stride() == (1, 8)
+
+
+def test_many_rows() -> None:
+    x = randn(70, 256, seed=2, dtype=torch.bfloat16)
+    values, scale = quantize_groups(x, ue8m0=True)
+    expected_values, expected_scale = reference(x, ue8m0=True)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 66])
+def test_swiglu_quantize(num_rows: int) -> None:
+    x = randn(num_rows, 512, seed=3, dtype=torch.bfloat16)
+    values, scale = swiglu_quantize(x, ue8m0=True)
+    assert values.shape == (num_rows, 256) and scale.shape == (num_rows, 2)
+    assert difference(dequantize_groups(values, scale), swiglu(x.float())) < 1e-3
