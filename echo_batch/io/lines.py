@@ -238,7 +238,7 @@ def _iter_file(file: InputFile, start: int = 0) -> Iterator[tuple[int, bytes, in
                 stored = stored_bytes_read(stream)
             if not line:
                 return
-            if line.strip() and (begin > 0 or line.removeprefix(_BOM).strip()):
+            if not line.isspace() and (begin > 0 or line.removeprefix(_BOM).strip()):
                 yield begin, line, stored
 
 

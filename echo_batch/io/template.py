@@ -33,8 +33,7 @@ class PromptTemplate:
 
         Escapes (\n \t \r \\ \" \' \{ \} \0 \xNN \uNNNN) are decoded in both. Raises ConfigError naming the place.
         """
-        if template.startswith("@"):
-            template = _read(template[1:])
+        template = expand_template(template)
         texts, columns = [""], []
         for match in _TOKEN.finditer(template):
             if match["column"] is not None:
@@ -61,12 +60,20 @@ class PromptTemplate:
         return "".join(pieces)
 
 
-def _read(path: str) -> str:
+def expand_template(template: str) -> str:
+    """The template itself, or the content of the file behind `@path`: what a job's fingerprint must hold.
+
+    Expanding twice changes nothing. Raises ConfigError for a file that cannot be read.
+    """
+    if not template.startswith("@"):
+        return template
+    path = template[1:]
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-template @{path}: {getattr(error, 'strerror', None) or error}") from error
-    return text.removesuffix("\n").removesuffix("\r")
+    text = text.removesuffix("\n").removesuffix("\r")
+    return "\\x40" + text[1:] if text.startswith("@") else text
 
 
 def _literal(match: re.Match[str]) -> str:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_batch.errors import ConfigError, RowError
-from echo_batch.io.template import PromptTemplate
+from echo_batch.io.template import PromptTemplate, expand_template
 
 
 def render(template: str, **values: object) -> str:
@@ -65,6 +65,9 @@ def test_from_file(tmp_path: Path) -> None:
     file = tmp_path / "t.txt"
     file.write_text("Read:\n{a}\\n{b}\n")
     assert render(f"@{file}", a="1", b="2") == "Read:\n1\n2"
+    file.write_text("@{a}\r\n")
+    assert expand_template(expand_template(f"@{file}")) == expand_template(f"@{file}") == "\\x40{a}"
+    assert render(f"@{file}", a="1") == "@1"
     file.write_bytes(b"\xff{a}")
     with pytest.raises(ConfigError):
         PromptTemplate.parse(f"@{file}")
