@@ -18,6 +18,7 @@ from echo_batch.engine.batch import LENGTH, MAX_STOP_IDS, NO_BLOCK, NON_FINITE, 
 from echo_batch.engine.decode import StepLogits
 from echo_batch.engine.losses import device_loss
 from echo_batch.engine.plan import Plan
+from echo_batch.engine.policy import loaded_token_share, modelled_costs, should_prefill
 from echo_batch.engine.prefill import Prompt, prefill
 from echo_batch.engine.runner import HostOutput, PendingOutput, Runner, StepShape, with_logprobs
 from echo_batch.engine.sampler import sample_rows
@@ -36,6 +37,8 @@ class EngineStats:
     """Counters of one engine since it was made; seconds are wall clock of the loop's phases."""
 
     prompt_tokens: int = 0
+    """Prefilled, those of shared prefixes (`cached_tokens`) included."""
+    cached_tokens: int = 0
     generated_tokens: int = 0
     decode_steps: int = 0
     decode_row_steps: int = 0
@@ -114,20 +117,23 @@ class EngineCore:
                 max_model_len=self.plan.max_model_len,
                 prefill_group_tokens=self.plan.prefill_group_tokens,
                 offload=self.cache.spec.offload,
+                loaded_token_share=loaded_token_share(self.plan),
             ),
         )
+        costs = modelled_costs(self.plan)
         launched: deque[_Launched] = deque()
         lost = False
         try:
             while launched or not scheduler.done:
-                admitted, refused = scheduler.admit()
-                for sequence, reason in refused:
-                    yield self._failed(sequence, "too_long", reason)
-                if admitted:
-                    yield from self._start(admitted, scheduler, state)
-                elif not scheduler.running and not launched:
-                    # Nothing runs and the head of the line does not fit an empty batch: never_fits must have said so.
-                    assert not scheduler.waiting, "admission stalled"
+                staged = scheduler.stage()
+                self.cache.release(staged.released)
+                for sequence, failure in staged.refused:
+                    yield self._failed(sequence, failure.code, failure.message)
+                if should_prefill(scheduler.group_state(), costs):
+                    yield from self._start(scheduler.start(), scheduler, state)
+                    continue
+                # Nothing runs and the head of the line does not fit an empty batch: `refusal` must have said so.
+                assert scheduler.running or launched or not scheduler.waiting, "admission stalled"
                 started = time.perf_counter()
                 finished: list[Completion] = []
                 if scheduler.running:
@@ -143,8 +149,10 @@ class EngineCore:
             raise
         finally:
             # A lost device cannot be tidied up; its error must not be hidden by another.
-            for sequence in [] if lost else list(scheduler.running.values()):
-                self._leave(sequence, scheduler, state)
+            if not lost:
+                for sequence in list(scheduler.running.values()):
+                    self._leave(sequence, scheduler, state)
+                self.cache.release(scheduler.close())
 
     def _sequence(self, request: Request) -> Sequence:
         room = self.plan.max_model_len - len(request.prompt_token_ids)
@@ -152,33 +160,26 @@ class EngineCore:
         sequence = Sequence(request, room if wanted is None else wanted)
         if self.make_detokenizer is not None:
             sequence.stops = StopChecker(self.make_detokenizer(), request.sampling.stop, request.thinking_end)
+        if len(self._stop_ids(request)) > MAX_STOP_IDS:
+            message = f"more than {MAX_STOP_IDS} stop token ids with EOS"
+            sequence.refusal = RowFailure(code="bad_params", message=message)
         return sequence
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         eos = () if request.sampling.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
 
-    def _start(self, admitted: list[Sequence], scheduler: Scheduler, state: BatchState) -> Iterator[Completion | None]:
-        """Prefill sequences that just joined and sample their first tokens; None after every chunk."""
+    def _start(self, group: list[Sequence], scheduler: Scheduler, state: BatchState) -> Iterator[Completion | None]:
+        """Prefill a group and sample its first tokens; None after every chunk."""
         started = time.perf_counter()
-        ready = []
-        for sequence in admitted:
-            stop_ids = self._stop_ids(sequence.request)
-            if len(stop_ids) > MAX_STOP_IDS:
-                self._leave(sequence, scheduler, state)
-                yield self._failed(sequence, "bad_params", f"more than {MAX_STOP_IDS} stop token ids with EOS")
-                continue
-            state.set_row(sequence, stop_ids)
-            ready.append(sequence)
-        if not ready:
-            return
+        for sequence in group:
+            state.set_row(sequence, self._stop_ids(sequence.request))
         prompts = [
-            Prompt(
-                token_ids=s.request.prompt_token_ids,
-                slots=torch.tensor(s.slots(0, s.num_prompt_tokens), dtype=torch.int32, device=self.device),
-            )
-            for s in ready
+            Prompt(token_ids=s.request.prompt_token_ids, blocks=s.blocks, num_cached=s.num_cached_tokens) for s in group
         ]
+        cached = sum(s.num_cached_tokens for s in group)
+        self.stats.cached_tokens += cached
+        self.stats.prompt_tokens += cached
         steps = prefill(
             self.model,
             self.cache,
@@ -197,7 +198,7 @@ class EngineCore:
                 done += token_layers
                 self.stats.prompt_tokens = before + done // self.model.config.num_layers
                 yield None
-        rows = torch.tensor([s.row for s in ready], device=self.device)
+        rows = torch.tensor([s.row for s in group], device=self.device)
         state.active[rows] = True
         step = StepLogits(
             *sample_rows(
@@ -206,13 +207,14 @@ class EngineCore:
                 logits,
                 ops=self.ops,
                 has_block=torch.ones_like(rows, dtype=torch.bool),
-                greedy_only=_greedy(ready),
+                greedy_only=_greedy(group),
             )
         )
-        output = PendingOutput(with_logprobs(step, self.ops, _num_logprobs(ready)), None)
-        completions = self._collect(_Launched(dict(enumerate(ready)), output), scheduler, state)
+        output = PendingOutput(with_logprobs(step, self.ops, _num_logprobs(group)), None)
+        completions = self._collect(_Launched(dict(enumerate(group)), output), scheduler, state)
         self.stats.prefill_groups += 1
         self.stats.prefill_seconds += time.perf_counter() - started
+        self._note(scheduler)
         yield from completions
 
     def _launch(self, scheduler: Scheduler, state: BatchState) -> _Launched:
@@ -229,6 +231,7 @@ class EngineCore:
             max_blocks=-(-longest // BLOCK_SIZE),
             num_logprobs=_num_logprobs(running),
         )
+        scheduler.note_step()
         self.stats.decode_steps += 1
         self.stats.decode_row_steps += len(running)
         return _Launched(rows, output)
@@ -298,10 +301,11 @@ class EngineCore:
 
     def _note(self, scheduler: Scheduler) -> None:
         stats = self.stats
-        stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.running = len(scheduler.running)
+        stats.waiting = len(scheduler.waiting) + len(scheduler.staged)
         stats.max_running = max(stats.max_running, stats.running)
         stats.max_waiting = max(stats.max_waiting, scheduler.max_waiting)
-        stats.host_tokens_used = (scheduler.blocks.num_blocks - scheduler.blocks.num_free) * BLOCK_SIZE
+        stats.host_tokens_used = scheduler.host_tokens_used
         stats.gpu_tokens_reserved = scheduler.gpu_tokens_reserved
 
 

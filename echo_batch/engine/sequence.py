@@ -5,22 +5,25 @@ from dataclasses import dataclass, field
 
 from echo_batch.engine.stops import StopChecker
 from echo_batch.kernels.formats import BLOCK_SIZE
-from echo_batch.request import Request, TokenLogprobs
+from echo_batch.request import Request, RowFailure, TokenLogprobs
 
 
 @dataclass(slots=True)
 class Sequence:
-    """Mutable state of one admitted request.
+    """Mutable state of one request.
 
     `blocks` hold every token that it can ever have (prompt + max_tokens), reserved at admission, so that nothing is
-    ever preempted. `row` is its place in the decode batch while it runs.
+    ever preempted; the first ones may be shared (`num_cached_tokens`). `row` is its place in the decode batch while it
+    runs. `block_keys` name its prompt's whole blocks until it is admitted. `refusal`: it must not run at all.
     """
 
     request: Request
     max_tokens: int
     blocks: list[int] = field(default_factory=list)
     row: int = -1
+    block_keys: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
+    refusal: RowFailure | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stops: StopChecker | None = None
@@ -38,7 +41,3 @@ class Sequence:
     @property
     def num_blocks_needed(self) -> int:
         return -(-self.max_context // BLOCK_SIZE)
-
-    def slots(self, start: int, end: int) -> list[int]:
-        """Token slots of positions start..end-1."""
-        return [self.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)]

@@ -8,7 +8,6 @@ import torch
 
 from echo_batch.engine.decode import decode_logits
 from echo_batch.engine.prefill import Prompt, prefill
-from echo_batch.kernels.formats import BLOCK_SIZE
 from tests.checkpoints import FAMILIES, Family, Kind
 from tests.engine.engines import (
     assert_greedy,
@@ -52,9 +51,7 @@ def test_schedules_and_pools_never_change_the_oracle_s_tokens(
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_and_fp8_files_computed_in_float32(
-    tiny_checkpoint: CheckpointFixture, family: Family, kind: Kind
-) -> None:
+def test_bf16_and_fp8_files_computed_in_float32(tiny_checkpoint: CheckpointFixture, family: Family, kind: Kind) -> None:
     directory = tiny_checkpoint(family, kind)
     model = cached_model(directory / "model")
     requests = make_requests(lengths=(50,))
@@ -82,10 +79,8 @@ def test_logits_of_prefill_and_decode(tiny_checkpoint: CheckpointFixture, family
     core = make_core(model, tiny_plan(model, host=256, gpu=64))
     cache, ops = core.cache, core.ops
     prompt, forced = random_ids(100, seed=7).tolist(), random_ids(40, seed=8).tolist()
-    slots = torch.arange(100, dtype=torch.int32) + BLOCK_SIZE  # block 0 stays unused
-    steps = prefill(
-        model, cache, ops, [Prompt(token_ids=prompt, slots=slots)], chunk_tokens=37, on_device=torch.device("cpu")
-    )
+    whole = [Prompt(token_ids=prompt, blocks=[1, 2])]  # block 0 stays unused
+    steps = prefill(model, cache, ops, whole, chunk_tokens=37, on_device=torch.device("cpu"))
     logits = []
     while not logits:
         try:
