@@ -9,11 +9,14 @@ from torch import Tensor
 
 from echo_batch.cache.manager import KVCache
 from echo_batch.engine.batch import BatchState
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
 from echo_batch.models.config import ModelConfig
-from echo_batch.models.dsa import AttentionInputs
+from echo_batch.models.dsa import Angles, AttentionInputs
+from echo_batch.models.layers import MoeWeights
 from echo_batch.models.model import Model, Stream
+from echo_batch.models.moe import mlp, routed_experts
 
 _FILL_SLOTS = 65_536
 """Slots that are filled at a time."""
@@ -104,31 +107,35 @@ class WorkloadModel(Model):
             foreign = (shape.ep_slice - 1) * shape.capacity
             self._foreign = torch.randn(foreign, self.config.hidden_size, device=self.device, dtype=self.dtype)
 
-    def attention_inputs(self, layer: int, stream: Stream, positions: Tensor) -> AttentionInputs:
+    def attention_inputs(self, layer: int, stream: Stream, angles: Angles) -> tuple[Stream, AttentionInputs]:
         """The model's, with the indexer's query replaced by one step of its AR(1) process."""
-        inputs = super().attention_inputs(layer, stream, positions)
+        stream, inputs = super().attention_inputs(layer, stream, angles)
         if self.shape.locality is None or inputs.index_query is None:
-            return inputs
-        group, rows = self.config.layers[layer].selection_group, positions.shape[0]
+            return stream, inputs
+        group, rows = self.config.layers[layer].selection_group, inputs.query.shape[0]
         rho = self.shape.locality
         drift = self._drift[group, :rows]
         drift.mul_(rho).add_(torch.randn_like(drift), alpha=(1 - rho * rho) ** 0.5)
         query, weights = drift.to(self.dtype), self._drift_weights[group, :rows]
         if self.index_format.kind == "fp8":
             query, scale = self.ops.quantize_index_query(query, True)
-            return inputs._replace(index_query=query, index_weights=weights * scale)
-        return inputs._replace(index_query=query.float(), index_weights=weights)
+            return stream, inputs._replace(index_query=query, index_weights=weights * scale)
+        return stream, inputs._replace(index_query=query.float(), index_weights=weights)
 
     def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
         """The model's; with `ep_slice` the experts also serve other workers' tokens, whose results go."""
-        if self.shape.ep_slice == 1 or self.config.layers[layer].mlp == "dense":
+        weights = self.weights.layers[layer].mlp
+        if self.shape.ep_slice == 1 or not isinstance(weights, MoeWeights):
             return super().ffn(layer, stream, valid)
-        rows = stream.hidden.shape[0]
+        norm = self.weights.layers[layer].post_attention_norm
+        hidden, own = self._norm(stream, norm, weights.shared.gate_up)
+        rows = hidden.shape[0]
         foreign = self._foreign[: (self.shape.ep_slice - 1) * rows]
-        hidden = torch.cat([stream.sum(), foreign])
-        everyone = Stream(hidden, None)
+        # All workers' tokens arrive in one batch, as after an all-gather; they are quantized together.
+        everyone = Activation(torch.cat([own.values, foreign]))
         mask = None if valid is None else torch.cat([valid, torch.ones_like(foreign[:, 0], dtype=torch.bool)])
-        return self.slice_stream(super().ffn(layer, everyone, mask), 0, rows)
+        routed = routed_experts(self.ops, self.config, weights, everyone, mask)[:rows]
+        return Stream(hidden, (routed + mlp(self.ops, weights.shared, own).float()).to(hidden.dtype))
 
 
 def expert_slice(config: ModelConfig, ep_slice: int) -> range:

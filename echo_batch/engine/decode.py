@@ -73,12 +73,12 @@ def decode_logits(
     seq_lens = torch.where(active, positions + 1, 0)
     new_slots = logical_to_slots(torch.where(active, positions, -1)[:, None], block_table)[:, 0]
     cache.begin_step()
-    stream = model.embed(token_ids)
+    stream, angles = model.embed(token_ids), model.angles(positions)
     for group, layers in enumerate(spec.group_layers):
         new_rows = cache.append(group, new_slots)
         resolution = None
         for layer in layers:
-            inputs = model.attention_inputs(layer, stream, positions)
+            stream, inputs = model.attention_inputs(layer, stream, angles)
             cache.write(layer, new_slots, new_rows, inputs.kv_row)
             if resolution is None:
                 # The group's first layer selects; the others reuse its selection (IndexShare).

@@ -132,10 +132,10 @@ def prefill(
         for lo in range(0, total, chunk_tokens):
             hi = min(lo + chunk_tokens, total)
             segments = segments_of_chunk(layout.starts, lo, hi)
-            stream = Stream(hidden[lo:hi], None)
+            stream, angles = Stream(hidden[lo:hi], None), model.angles(positions[lo:hi])
             indices = None
             for layer, rows in zip(layers, kv_rows, strict=True):
-                inputs = model.attention_inputs(layer, stream, positions[lo:hi])
+                stream, inputs = model.attention_inputs(layer, stream, angles)
                 rows[first + lo : first + hi] = inputs.kv_row
                 if indices is None:
                     # The group's first layer selects; the others reuse its selection (IndexShare).

@@ -7,8 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
-from echo_batch.kernels.reference import attention, hadamard, indexer, linear, moe, norm, rope, rows, sampling, topk
+from echo_batch.kernels.reference import attention, fused, indexer, linear, moe, rope, rows, sampling, topk
+from echo_batch.kernels.reference.fused import LatentInputs
 from echo_batch.kernels.weights import Weight
 
 
@@ -18,21 +20,58 @@ class Sampler(Protocol):
     def __call__(self, logits: Tensor, params: sampling.SamplingTensors, *, greedy_only: bool = False) -> Tensor: ...
 
 
+class LatentInputsOp(Protocol):
+    """`fused.latent_inputs`."""
+
+    def __call__(
+        self,
+        a: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight: Tensor,
+        kv_weight: Tensor,
+        key_weight: Tensor | None,
+        key_bias: Tensor | None,
+        *,
+        eps: float,
+        key_eps: float,
+        interleaved: bool,
+        index_interleaved: bool,
+        row_format: RowFormat,
+        index_format: IndexFormat,
+        ue8m0: bool | None,
+    ) -> LatentInputs: ...
+
+
+class IndexQueryOp(Protocol):
+    """`fused.index_query`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        head_logits: Tensor,
+        *,
+        interleaved: bool,
+        index_format: IndexFormat,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """One callable per op, each with the signature of the reference function it is named after."""
 
-    linear: Callable[[Tensor, Weight], Tensor]
+    linear: Callable[[Activation, Weight], Tensor]
     linear_fp32: Callable[[Tensor, Tensor], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    norm_activation: Callable[[Tensor, Tensor | None, Tensor, float, bool | None], tuple[Tensor, Activation]]
     rope_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    apply_rope: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-    hadamard: Callable[[Tensor, Tensor], Tensor]
+    latent_inputs: LatentInputsOp
+    index_query: IndexQueryOp
+    absorbed_query: Callable[[Tensor, Tensor, Tensor, Tensor, bool], Tensor]
     route: Callable[[Tensor, Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
-    swiglu: Callable[[Tensor], Tensor]
-    routed_experts: Callable[[Tensor, Tensor, Tensor, Weight, Weight], Tensor]
+    swiglu_activation: Callable[[Tensor, bool | None], Activation]
+    routed_experts: Callable[[Activation, Tensor, Tensor, Weight, Weight], Tensor]
     pack_kv_rows: Callable[[Tensor, Tensor, RowFormat], Tensor]
     pack_index_keys: Callable[[Tensor, IndexFormat, bool], Tensor]
     quantize_index_query: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
@@ -51,14 +90,13 @@ def reference_ops() -> Ops:
     return Ops(
         linear=linear.linear,
         linear_fp32=linear.linear_fp32,
-        rms_norm=norm.rms_norm,
-        add_rms_norm=norm.add_rms_norm,
-        layer_norm=norm.layer_norm,
+        norm_activation=fused.norm_activation,
         rope_angles=rope.rope_angles,
-        apply_rope=rope.apply_rope,
-        hadamard=hadamard.hadamard,
+        latent_inputs=fused.latent_inputs,
+        index_query=fused.index_query,
+        absorbed_query=fused.absorbed_query,
         route=moe.route,
-        swiglu=moe.swiglu,
+        swiglu_activation=moe.swiglu_activation,
         routed_experts=moe.routed_experts,
         pack_kv_rows=rows.pack_kv_rows,
         pack_index_keys=rows.pack_index_keys,

@@ -58,7 +58,8 @@ class MoeWeights:
     bias: Tensor
     """fp32 [E], for selection only"""
     experts: MlpWeights
-    """[E, 2I, D] and [E, D, I]"""
+    """[held, 2I, D] and [held, D, I]: the experts that this worker holds, from `first_expert` on"""
+    first_expert: int
     shared: MlpWeights
 
 

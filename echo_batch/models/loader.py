@@ -84,12 +84,14 @@ def load_model(
     ops: Ops,
     load_format: Literal["safetensors", "dummy"] = "safetensors",
     seed: int = 0,
+    experts: range | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Load `path` (or make random weights from `seed`) for `device` in compute dtype float32 or bfloat16.
 
     fp8 files are dequantized, except that on CUDA with bfloat16 their linears stay quantized. The index format follows
-    the dtype: fp32 keys with float32, fp8 keys otherwise. ModelError names what is wrong with the checkpoint.
+    the dtype: fp32 keys with float32, fp8 keys otherwise. `experts`: those that this worker holds (None: all).
+    ModelError names what is wrong with the checkpoint.
     """
     assert dtype in (torch.float32, torch.bfloat16), dtype
     keep_quantized = device.type == "cuda" and dtype == torch.bfloat16
@@ -103,7 +105,9 @@ def load_model(
             ue8m0 = config.quant is not None and config.quant.ue8m0
             source = SafetensorsSource(checkpoint, device, ue8m0=ue8m0, files=files, progress=progress)
         try:
-            weights = WeightBuilder(config, source, device, dtype, keep_quantized=keep_quantized).model()
+            weights = WeightBuilder(
+                config, source, device, dtype, keep_quantized=keep_quantized, experts=experts
+            ).model()
         except torch.cuda.OutOfMemoryError:
             raise ModelError("the weights do not fit in the memory of the GPU") from None
     return Model(
@@ -126,8 +130,10 @@ class WeightBuilder:
         dtype: torch.dtype,
         *,
         keep_quantized: bool,
+        experts: range | None,
     ) -> None:
         self._config = config
+        self._experts = range(config.n_routed_experts) if experts is None else experts
         self._source = source
         self._device = device
         self._dtype = dtype
@@ -198,6 +204,7 @@ class WeightBuilder:
                 gate_up=self._stacked(prefix, ("gate_proj", "up_proj"), (2 * intermediate, hidden)),
                 down=self._stacked(prefix, ("down_proj",), (hidden, intermediate)),
             ),
+            first_expert=self._experts.start,
             shared=self._mlp(prefix + "shared_experts."),
         )
 
@@ -219,14 +226,14 @@ class WeightBuilder:
     def _stacked(self, prefix: str, projections: tuple[str, ...], shape: tuple[int, int]) -> Weight:
         """[E, *shape]: the named projections of each expert one below the other."""
         stack: Weight | None = None
-        for expert in range(self._config.n_routed_experts):
+        for place, expert in enumerate(self._experts):
             parts = [self._source.read(f"{prefix}experts.{expert}.{name}.weight") for name in projections]
             if stack is None:
-                stack = self._allocate((self._config.n_routed_experts, *shape), parts)
+                stack = self._allocate((len(self._experts), *shape), parts)
             if isinstance(stack, QuantizedWeight):
-                self._place(stack.expert(expert), parts, f"{prefix}experts.{expert}")
+                self._place(stack.expert(place), parts, f"{prefix}experts.{expert}")
             else:
-                self._place(stack[expert], parts)
+                self._place(stack[place], parts)
         assert stack is not None
         return stack
 

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation, quantization_for
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.ops import Ops
-from echo_batch.kernels.reference.hadamard import hadamard_matrix
+from echo_batch.kernels.weights import Weight
 from echo_batch.models import dsa
 from echo_batch.models.config import ModelConfig
-from echo_batch.models.dsa import AttentionConstants, AttentionInputs
+from echo_batch.models.dsa import Angles, AttentionInputs
 from echo_batch.models.layers import ModelWeights, MoeWeights
 from echo_batch.models.moe import mlp, moe
 from echo_batch.models.rope import inverse_frequencies
@@ -54,42 +55,48 @@ class Model:
         self.index_format = index_format
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._constants = AttentionConstants(
-            inverse_frequencies=inverse_frequencies(config.rope, self.device),
-            hadamard=hadamard_matrix(config.index_head_dim, self.device),
-            row_format=row_format,
-            index_format=index_format,
-        )
+        self._frequencies = inverse_frequencies(config.rope, self.device)
 
     def embed(self, token_ids: Tensor) -> Stream:
         """token_ids int [T] -> Stream."""
         return Stream(F.embedding(token_ids, self.weights.embedding), None)
 
-    def attention_inputs(self, layer: int, stream: Stream, positions: Tensor) -> AttentionInputs:
-        """Norm, projections, RoPE and packing of one layer; positions int [T]."""
+    def angles(self, positions: Tensor) -> Angles:
+        """RoPE angles of positions int [T], for all layers."""
+        return Angles(*self.ops.rope_angles(positions, self._frequencies))
+
+    def attention_inputs(self, layer: int, stream: Stream, angles: Angles) -> tuple[Stream, AttentionInputs]:
+        """Norm, projections, RoPE and packing of one layer. The first result is the stream for `attention_output`."""
         weights = self.weights.layers[layer]
-        _, normed = self.ops.add_rms_norm(stream.hidden, stream.delta, weights.input_norm, self.config.rms_norm_eps)
-        return dsa.attention_inputs(self.ops, self.config, self._constants, weights.attention, normed, positions)
+        hidden, normed = self._norm(stream, weights.input_norm, weights.attention.fused_a)
+        inputs = dsa.attention_inputs(
+            self.ops, self.config, weights.attention, normed, angles, self.row_format, self.index_format
+        )
+        return Stream(hidden, None), inputs
 
     def attention_output(self, layer: int, stream: Stream, latent: Tensor) -> Stream:
         """Attended latent [T, H, 512] of one layer, through its output projection, onto the stream."""
-        output = dsa.attention_output(self.ops, self.weights.layers[layer].attention, latent)
-        return Stream(stream.sum(), output)
+        return Stream(stream.sum(), dsa.attention_output(self.ops, self.weights.layers[layer].attention, latent))
 
     def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
         """Norm and MLP or experts of one layer. Tokens with valid [T] False reach no routed expert."""
         weights = self.weights.layers[layer]
-        hidden, normed = self.ops.add_rms_norm(
-            stream.hidden, stream.delta, weights.post_attention_norm, self.config.rms_norm_eps
-        )
+        first = weights.mlp.shared.gate_up if isinstance(weights.mlp, MoeWeights) else weights.mlp.gate_up
+        hidden, normed = self._norm(stream, weights.post_attention_norm, first)
         if isinstance(weights.mlp, MoeWeights):
             return Stream(hidden, moe(self.ops, self.config, weights.mlp, normed, valid))
         return Stream(hidden, mlp(self.ops, weights.mlp, normed))
 
     def logits(self, stream: Stream) -> Tensor:
         """Final norm and output head: fp32 [T, V]."""
-        _, normed = self.ops.add_rms_norm(stream.hidden, stream.delta, self.weights.norm, self.config.rms_norm_eps)
-        return self.ops.linear_fp32(normed, self.weights.head)
+        _, normed = self._norm(stream, self.weights.norm, self.weights.head)
+        return self.ops.linear_fp32(normed.values, self.weights.head)
+
+    def _norm(self, stream: Stream, weight: Tensor, consumer: Weight) -> tuple[Tensor, Activation]:
+        """The stream's sum, and its norm in the form that `consumer` takes."""
+        return self.ops.norm_activation(
+            stream.hidden, stream.delta, weight, self.config.rms_norm_eps, quantization_for(consumer)
+        )
 
     @staticmethod
     def slice_stream(stream: Stream, start: int, end: int) -> Stream:

@@ -2,13 +2,14 @@
 
 import torch
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.reference.linear import linear, linear_fp32
 from echo_batch.kernels.weights import QuantizedWeight, block_shape, dequantize
 
 
 def test_plain() -> None:
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
-    torch.testing.assert_close(linear(x, weight), x @ weight.T)
+    torch.testing.assert_close(linear(Activation(x), weight), x @ weight.T)
 
 
 def test_fp32_result_of_bf16_operands_is_not_rounded() -> None:
@@ -31,5 +32,5 @@ def test_dequantize_partial_blocks() -> None:
 
 def test_quantized_output_has_the_dtype_of_its_input() -> None:
     weight = QuantizedWeight(torch.ones(128, 128).to(torch.float8_e4m3fn), torch.ones(1, 1), True)
-    assert linear(torch.ones(2, 128, dtype=torch.bfloat16), weight).dtype == torch.bfloat16
-    assert (linear(torch.ones(2, 128), weight) == 128).all()
+    assert linear(Activation(torch.ones(2, 128, dtype=torch.bfloat16)), weight).dtype == torch.bfloat16
+    assert (linear(Activation(torch.ones(2, 128)), weight) == 128).all()

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.reference.linear import linear
 from echo_batch.kernels.reference.moe import route, routed_experts, swiglu
 from echo_batch.kernels.reference.quant import quantize_groups
@@ -89,7 +90,7 @@ def test_experts_against_a_loop() -> None:
     experts, weights = random_routing(30)
     experts[4] = -1
     experts[7, 1] = -1
-    out = routed_experts(x, experts, weights, gate_up, down)
+    out = routed_experts(Activation(x), experts, weights, gate_up, down)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, naive_experts(x, experts, weights, gate_up, down), atol=1e-5, rtol=1e-5)
     assert (out[4] == 0).all()
@@ -99,9 +100,9 @@ def test_unrouted_nan_tokens_do_not_spread() -> None:
     gate_up, down = make_experts()
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
     experts, weights = random_routing(8)
-    expected = routed_experts(x, experts, weights, gate_up, down)
+    expected = routed_experts(Activation(x), experts, weights, gate_up, down)
     x[3], weights[3], experts[3] = float("nan"), float("nan"), -1
-    out = routed_experts(x, experts, weights, gate_up, down)
+    out = routed_experts(Activation(x), experts, weights, gate_up, down)
     keep = torch.arange(8) != 3
     torch.testing.assert_close(out[keep], expected[keep])
 
@@ -114,10 +115,10 @@ def test_bf16_partials_are_summed_in_fp32_in_slot_order() -> None:
     for slot in range(3):
         only = torch.full_like(experts, -1)
         only[:, 0] = experts[:, slot]
-        partial = routed_experts(x, only, torch.ones_like(weights), gate_up, down)
+        partial = routed_experts(Activation(x), only, torch.ones_like(weights), gate_up, down)
         assert torch.equal(partial, partial.to(torch.bfloat16).float())  # one expert's output is rounded
         expected += weights[:, slot, None] * partial
-    torch.testing.assert_close(routed_experts(x, experts, weights, gate_up, down), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(routed_experts(Activation(x), experts, weights, gate_up, down), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_swiglu_in_bf16_rounds_once() -> None:
@@ -132,8 +133,8 @@ def test_quantized_experts(ue8m0: bool) -> None:
     gate_up, down = (quantize_stack(stack, ue8m0) for stack in make_experts())
     x = torch.randn(10, 256, generator=torch.Generator().manual_seed(2))
     experts, weights = random_routing(10)
-    out = routed_experts(x, experts, weights, gate_up, down)
-    exact = routed_experts(x, experts, weights, dequantize(gate_up, torch.float32), dequantize(down, torch.float32))
+    out = routed_experts(Activation(x), experts, weights, gate_up, down)
+    exact = routed_experts(Activation(x), experts, weights, dequantize(gate_up, torch.float32), dequantize(down, torch.float32))
     assert not torch.equal(out, exact)
     assert 1 - 2 * (out * exact).sum() / (out.square().sum() + exact.square().sum()) < 2e-3
 
@@ -152,4 +153,4 @@ def test_quantized_linear_rounds_activations_per_group() -> None:
     values, scale = quantize_groups(x, ue8m0=True)
     rounded = (values.float().view(3, 2, 128) * scale[..., None]).view(3, 256)
     expected = rounded.double() @ dequantize(weight, torch.float64).T
-    torch.testing.assert_close(linear(x, weight).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(linear(Activation(x), weight).double(), expected, atol=1e-5, rtol=1e-5)

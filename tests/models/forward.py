@@ -14,7 +14,7 @@ def reference_forward(model: Model, token_ids: Tensor, selections: dict[int, Ten
     stream = model.embed(token_ids)
     selected: Tensor | None = None
     for layer in range(config.num_layers):
-        inputs = model.attention_inputs(layer, stream, positions)
+        stream, inputs = model.attention_inputs(layer, stream, model.angles(positions))
         if inputs.index_query is not None:
             assert inputs.index_weights is not None and inputs.index_key is not None
             scores = ops.index_scores_contiguous(

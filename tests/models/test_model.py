@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from echo_batch.kernels.ops import reference_ops
+from echo_batch.kernels.reference.norm import add_rms_norm
 from echo_batch.kernels.reference.rows import unpack_index_keys, unpack_kv_rows
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.loader import load_model
@@ -47,7 +48,7 @@ def chunked_forward(model: Model, ids: Tensor, cuts: tuple[int, ...]) -> Tensor:
         keys, rows, outputs = [], [], []
         for low, high in chunks:
             part = model.slice_stream(stream, low, high)
-            inputs = model.attention_inputs(layer, part, positions[low:high])
+            part, inputs = model.attention_inputs(layer, part, model.angles(positions[low:high]))
             rows.append(inputs.kv_row)
             if inputs.index_query is not None and inputs.index_weights is not None and inputs.index_key is not None:
                 keys.append(inputs.index_key)
@@ -80,7 +81,7 @@ def test_bf16_residual_is_added_in_fp32_and_the_norm_sees_the_unrounded_sum(bf16
     delta = torch.full((1, 256), 1.0, dtype=torch.bfloat16)
     delta[0, ::2] = 3.0
     # 257 and 259 round to 256 and 260 in bf16: a norm of the rounded sum would see 256 and 260.
-    _, normed = bf16_model.ops.add_rms_norm(hidden, delta, torch.full((256,), 256.0), 1e-6)
+    _, normed = add_rms_norm(hidden, delta, torch.full((256,), 256.0), 1e-6)
     exact = hidden.double() + delta.double()
     expected = 256.0 * exact / exact.square().mean().sqrt()
     assert torch.equal(normed, expected.to(torch.bfloat16))
@@ -89,7 +90,7 @@ def test_bf16_residual_is_added_in_fp32_and_the_norm_sees_the_unrounded_sum(bf16
 
 def test_bf16_formats_and_dtypes(bf16_model: Model) -> None:
     stream = bf16_model.embed(random_ids(5, seed=7))
-    inputs = bf16_model.attention_inputs(0, stream, torch.arange(5, dtype=torch.int32))
+    _, inputs = bf16_model.attention_inputs(0, stream, bf16_model.angles(torch.arange(5)))
     assert inputs.query.dtype == torch.bfloat16 and inputs.query.shape == (5, 4, 576)
     assert inputs.kv_row.dtype == torch.uint8 and inputs.kv_row.shape == (5, 656)
     assert inputs.index_query is not None and inputs.index_query.dtype == torch.float8_e4m3fn
@@ -105,8 +106,8 @@ def test_bf16_rows_and_scores_are_close_to_fp32(tiny_checkpoint: CheckpointFixtu
     """One layer, the same input: rounding only (Hadamard must cancel between query and key)."""
     exact = load_fp32(tiny_checkpoint("v32", "bf16") / "model")
     ids, positions = random_ids(96, seed=8), torch.arange(96, dtype=torch.int32)
-    ours = bf16_model.attention_inputs(0, bf16_model.embed(ids), positions)
-    theirs = exact.attention_inputs(0, exact.embed(ids), positions)
+    _, ours = bf16_model.attention_inputs(0, bf16_model.embed(ids), bf16_model.angles(positions))
+    _, theirs = exact.attention_inputs(0, exact.embed(ids), exact.angles(positions))
     latent, rope = unpack_kv_rows(ours.kv_row, bf16_model.row_format)
     latent32, rope32 = unpack_kv_rows(theirs.kv_row, exact.row_format)
     assert difference(latent, latent32) < 1e-3 and difference(rope, rope32) < 1e-4
@@ -136,7 +137,7 @@ def difference(x: Tensor, y: Tensor) -> float:
 def test_fp32_mode_rounds_nothing(tiny_checkpoint: CheckpointFixture) -> None:
     model = load_fp32(tiny_checkpoint("v32", "fp8") / "model")
     assert model.row_format.row_bytes == 2304 and model.index_format.row_bytes == 512
-    inputs = model.attention_inputs(0, model.embed(random_ids(3, seed=9)), torch.arange(3, dtype=torch.int32))
+    _, inputs = model.attention_inputs(0, model.embed(random_ids(3, seed=9)), model.angles(torch.arange(3)))
     assert inputs.index_query is not None and inputs.index_query.dtype == torch.float32
     assert inputs.query.dtype == torch.float32
 
@@ -144,5 +145,5 @@ def test_fp32_mode_rounds_nothing(tiny_checkpoint: CheckpointFixture) -> None:
 def test_shared_layers_have_no_indexer(tiny_checkpoint: CheckpointFixture) -> None:
     model = load_fp32(tiny_checkpoint("glm52", "fp32") / "model")
     stream = model.embed(random_ids(3, seed=10))
-    inputs = model.attention_inputs(3, stream, torch.arange(3, dtype=torch.int32))
+    _, inputs = model.attention_inputs(3, stream, model.angles(torch.arange(3)))
     assert inputs.index_query is None and inputs.index_weights is None and inputs.index_key is None

@@ -3,21 +3,25 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.reference.quant import dequantize_groups, quantize_groups
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight, dequantize
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, in] times weight [out, in] transposed -> [T, out] in x's dtype.
+def linear(x: Activation, weight: Weight) -> Tensor:
+    """x [T, in] times weight [out, in] transposed -> [T, out] in the compute dtype.
 
-    With a QuantizedWeight, x is quantized per group of 128 first (as DeepSeek's fp8 GEMM does) and `in` must be a
-    multiple of 128; products are summed in fp32 and rounded once.
+    With a QuantizedWeight the quantized form of x counts; if its producer made none, x is quantized per group of 128
+    here (as DeepSeek's fp8 GEMM does). Products are summed in fp32 and rounded once.
     """
-    if isinstance(weight, QuantizedWeight):
-        assert x.shape[-1] % QUANT_BLOCK == 0, x.shape
-        x_rounded = dequantize_groups(*quantize_groups(x, ue8m0=weight.ue8m0))
-        return F.linear(x_rounded, dequantize(weight, x_rounded.dtype)).to(x.dtype)
-    return F.linear(x, weight)
+    if not isinstance(weight, QuantizedWeight):
+        return F.linear(x.values, weight)
+    if x.quantized is None or x.scale is None:
+        assert x.values.shape[-1] % QUANT_BLOCK == 0, x.values.shape
+        x = Activation(x.values, *quantize_groups(x.values, ue8m0=weight.ue8m0))
+    assert x.quantized is not None and x.scale is not None
+    rounded = dequantize_groups(x.quantized, x.scale)
+    return F.linear(rounded, dequantize(weight, rounded.dtype)).to(x.values.dtype)
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:

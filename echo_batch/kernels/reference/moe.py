@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation, quantization_for
 from echo_batch.kernels.reference.linear import linear
+from echo_batch.kernels.reference.quant import quantize_groups
 from echo_batch.kernels.weights import Weight, expert_of
 
 _SLICE_TOKENS = 8192
@@ -41,26 +43,37 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def routed_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def swiglu_activation(gate_up: Tensor, ue8m0: bool | None) -> Activation:
+    """`swiglu` as the input of a linear: with `ue8m0` not None also quantized, from the product before rounding."""
+    if ue8m0 is None:
+        return Activation(swiglu(gate_up))
+    return Activation(swiglu(gate_up), *quantize_groups(swiglu(gate_up.float()), ue8m0=ue8m0))
+
+
+def routed_experts(x: Activation, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """Weighted sum of each token's experts.
 
     x [T, D], experts int32 [T, k] (-1 = none), weights fp32 [T, k], gate_up [E, 2I, D], down [E, D, I] -> fp32 [T, D].
     Each (token, slot) has a partial of its own; they are summed in fp32 in slot order, so that the result does not
     depend on the order of execution.
     """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for start in range(0, x.shape[0], _SLICE_TOKENS):
+    out = torch.zeros(x.values.shape, dtype=torch.float32, device=x.values.device)
+    for start in range(0, out.shape[0], _SLICE_TOKENS):
         part = slice(start, start + _SLICE_TOKENS)
-        partials = _partials(x[part], experts[part], gate_up, down)
+        partials = _partials(_rows(x, part), experts[part], gate_up, down)
         for slot in range(experts.shape[1]):
             out[part] += weights[part, slot, None] * partials[:, slot].float()
     return out
 
 
-def _partials(x: Tensor, experts: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def _rows(x: Activation, rows: slice | Tensor) -> Activation:
+    return Activation(*(None if part is None else part[rows] for part in x))  # type: ignore[arg-type]
+
+
+def _partials(x: Activation, experts: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """Unweighted expert outputs [T, k, D] in x's dtype; zeros where experts is -1."""
     flat = experts.flatten()
-    partials = torch.zeros(flat.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    partials = torch.zeros(flat.shape[0], x.values.shape[1], dtype=x.values.dtype, device=x.values.device)
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat + 1, minlength=gate_up.shape[0] + 1).tolist()
     position = counts[0]
@@ -69,6 +82,6 @@ def _partials(x: Tensor, experts: Tensor, gate_up: Weight, down: Weight) -> Tens
             continue
         pairs = order[position : position + count]
         position += count
-        hidden = swiglu(linear(x[pairs // experts.shape[1]], expert_of(gate_up, expert)))
-        partials[pairs] = linear(hidden, expert_of(down, expert))
+        gated = linear(_rows(x, pairs // experts.shape[1]), expert_of(gate_up, expert))
+        partials[pairs] = linear(swiglu_activation(gated, quantization_for(down)), expert_of(down, expert))
     return partials.unflatten(0, experts.shape)
