@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from echo_batch import __version__
+from echo_batch.bench.cli import app as bench_app
 from echo_batch.config import RunConfig
 from echo_batch.errors import ConfigError, EchoBatchError
 from echo_batch.hub import DEMO_MODEL, resolve_model
@@ -211,6 +212,7 @@ app.command()(
         ],
     )
 )
+app.add_typer(bench_app, name="bench")
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from echo_batch.bench.workload import WorkloadModel, WorkloadShape, fill_contexts, uniform_routing
+from echo_batch.bench.workload import WorkloadModel, WorkloadShape, expert_slice, fill_contexts, uniform_routing
 from echo_batch.cache.manager import make_cache
 from echo_batch.cache.spec import CacheSpec, minimum_gpu_tokens
 from echo_batch.engine.batch import BatchState
@@ -69,6 +69,7 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
         ops=ops,
         load_format=options.load_format,  # type: ignore[arg-type]
         seed=options.seed,
+        experts=expert_slice(config, options.ep_slice) if options.ep_slice > 1 else None,
     )
     load_seconds = time.perf_counter() - started
     largest = max(options.batches)

@@ -1,0 +1,80 @@
+"""`echo-batch bench`: measurements on this machine. Imports no torch before a command runs."""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from echo_batch.errors import EchoBatchError
+from echo_batch.sizes import parse_size
+
+app = typer.Typer(help="Measure this machine; see docs/benchmarks.md.", no_args_is_help=True)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure this machine; see docs/benchmarks.md."""
+
+
+@app.command()
+def decode(
+    model: Annotated[str, typer.Option(help="Directory with config.json.")],
+    layers: Annotated[int | None, typer.Option(help="Keep the first layers only (dummy weights).")] = None,
+    load_format: Annotated[str, typer.Option(help="safetensors or dummy.")] = "dummy",
+    context: Annotated[str, typer.Option(help="Tokens of context per row; 32K is 32,768 here.")] = "32K",
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "16,32,64",
+    gpu_pool: Annotated[str, typer.Option(help="GPU pool in tokens.")] = "110K",
+    host_pool: Annotated[str, typer.Option(help="Host pool in tokens.")] = "900K",
+    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 200,
+    routing: Annotated[str, typer.Option(help="uniform (independent experts) or model.")] = "uniform",
+    locality: Annotated[float | None, typer.Option(help="AR(1) factor of the indexer's queries, such as 0.97.")] = None,
+    ep_slice: Annotated[int, typer.Option(min=1, help="Be one worker of so many that share the experts.")] = 1,
+    offload: Annotated[str, typer.Option(help="on or off.")] = "on",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option()] = 0,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write the result here.")] = None,
+) -> None:
+    """Time of decode steps with synthetic contexts, without prefill."""
+    from echo_batch.bench.decode import DecodeBench, run_decode_bench, write_json
+
+    try:
+        if routing not in ("uniform", "model") or offload not in ("on", "off"):
+            raise typer.BadParameter("--routing is uniform or model, --offload on or off")
+        options = DecodeBench(
+            model=model,
+            num_layers=layers,
+            load_format=load_format,
+            context=_context_tokens(context),
+            batches=tuple(int(b) for b in batch.split(",")),
+            gpu_tokens=_pool_tokens(gpu_pool, "--gpu-pool"),
+            host_tokens=_pool_tokens(host_pool, "--host-pool"),
+            steps=steps,
+            routing=routing,
+            locality=locality,
+            ep_slice=ep_slice,
+            offload=offload == "on",
+            device=device,
+            dtype=dtype,
+            seed=seed,
+        )
+        result = run_decode_bench(options)
+    except EchoBatchError as error:
+        Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
+        raise typer.Exit(error.exit_code) from error
+    write_json(result, json_path)
+    for case in result["cases"]:
+        print(json.dumps({k: case[k] for k in ("batch", "step_ms", "tok_s", "hit_rate", "recalled_rows_per_step")}))
+
+
+def _context_tokens(text: str) -> int:
+    """Tokens of a context; K is 1,024 in benchmarks, as in the papers they are compared with."""
+    return int(text[:-1]) * 1024 if text[-1:] in "kK" else int(text)
+
+
+def _pool_tokens(text: str, option: str) -> int:
+    size = parse_size(text, option)
+    if size.kind != "tokens":
+        raise typer.BadParameter(f"{option} {text}: give tokens, such as 110K")
+    return int(size.value)
