@@ -18,7 +18,7 @@ from echo_batch.errors import InputError
 from echo_batch.files import publish, temporary_name, write_errors
 from echo_batch.io.json_rows import MAX_ROW_BYTES, dump_row
 from echo_batch.io.parquet_rows import ParquetRows
-from echo_batch.io.paths import InputFile, read_errors, stored_bytes_read
+from echo_batch.io.paths import InputFile, stored_bytes_read
 from echo_batch.io.spool import SpoolWriter, spool_file
 from echo_batch.request import RowFailure
 
@@ -28,6 +28,7 @@ _SPOOL_BATCH_BYTES = 8 * 1024 * 1024
 _NUM_OPEN_FILES = 8
 _RANDOM_BUFFER_BYTES = 64 * 1024
 _BOM = b"\xef\xbb\xbf"
+_END = object()
 
 
 class Line(NamedTuple):
@@ -119,7 +120,7 @@ class OffsetLines:
             assert self._offsets is not None
             i = bisect_right(self._first_row, row_id) - 1
             offset = self._offsets[row_id]
-            with read_errors(self._files[i].path):
+            with self._files[i].read_errors():
                 stream = self._open.get(i)
                 if stream is None:
                     if len(self._open) >= _NUM_OPEN_FILES:
@@ -228,7 +229,7 @@ def _iter_file(file: InputFile, start: int = 0) -> Iterator[tuple[int, bytes, in
             stream.seek(start)
         offset = start
         while True:
-            with read_errors(file.path):
+            with file.read_errors():
                 line = stream.readline(MAX_ROW_BYTES + 1)
                 begin, offset = offset, offset + len(line)
                 rest = line
@@ -246,18 +247,18 @@ def _iter_array(file: InputFile) -> Iterator[tuple[bytes, str, int]]:
     """(element as one line of JSON, position, stored bytes read) of every element of the array."""
     with file.open_text() as stream:
         index = 0
-        with read_errors(file.path):
+        with file.read_errors():
             _skip_bom(stream)
             elements = ijson.items(stream, "item")
         while True:
             try:
-                with read_errors(file.path):
-                    element = next(elements)
-            except StopIteration:
-                return
+                with file.read_errors():
+                    element = next(elements, _END)
             except ijson.JSONError as error:
                 message = str(error).strip().splitlines()[0]
                 raise InputError(f"{file.path}: broken JSON array after element {index}: {message}") from error
+            if element is _END:
+                return
             yield dump_row(element), f"{file.name}, element {index}", stored_bytes_read(stream)
             index += 1
 

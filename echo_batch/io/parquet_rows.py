@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from echo_batch.errors import InputError
-from echo_batch.io.paths import InputFile, read_errors
+from echo_batch.io.paths import InputFile
 from echo_batch.request import RowFailure
 
 BATCH_BYTES = 8 * 1024 * 1024
@@ -70,7 +70,7 @@ class ParquetRows:
                 if skip >= batch.num_rows:
                     skip -= batch.num_rows
                     continue
-                with read_errors(file.path):
+                with file.read_errors():
                     yield _conform(batch.slice(skip), schema)
                 skip = 0
 
@@ -91,7 +91,7 @@ class ParquetRows:
     def close(self) -> None:
         self._groups.clear()
         while self._open:
-            self._open.popitem()[1].close()
+            self._open.popitem()[1].close(force=True)
 
     def _read_footer(self, i: int) -> pa.Schema:
         file = self._file(i)
@@ -121,14 +121,14 @@ class ParquetRows:
         file = self._open.pop(i, None)
         if file is None:
             source = self._files[i]
-            with read_errors(source.path):
+            with source.read_errors():
                 file = pq.ParquetFile(
                     source.path if source.fs is None else source.open(),
                     buffer_size=_READ_BUFFER_BYTES,
                     pre_buffer=False,
                 )
             while len(self._open) >= _NUM_OPEN_FILES:
-                self._open.popitem(last=False)[1].close()
+                self._open.popitem(last=False)[1].close(force=True)
         self._open[i] = file
         return file
 
@@ -139,10 +139,10 @@ class ParquetRows:
         num_rows = sum(metadata.row_group(g).num_rows for g in groups)
         num_bytes = sum(_group_bytes(metadata.row_group(g), set(present)) for g in groups)
         rows = max(1, min(MAX_BATCH_ROWS, BATCH_BYTES * num_rows // max(num_bytes, 1)))
-        with read_errors(self._files[i].path):
+        with self._files[i].read_errors():
             batches = file.iter_batches(batch_size=rows, row_groups=groups, columns=present, use_threads=False)
         while True:
-            with read_errors(self._files[i].path):
+            with self._files[i].read_errors():
                 batch = next(batches, None)
             if batch is None:
                 return

@@ -9,7 +9,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, cast
 
@@ -47,9 +47,14 @@ class InputFile:
     def name(self) -> str:
         return self.path.rstrip("/").rpartition("/")[2]
 
+    def read_errors(self) -> AbstractContextManager[None]:
+        """`read_errors` for this file."""
+        return read_errors(self.path, remote=self.fs is not None)
+
     def open(self, *, buffer_bytes: int = _BUFFER_BYTES) -> BinaryIO:
         """The stored bytes, seekable; `buffer_bytes` is what a local read fetches at a time. Raises InputError."""
-        return _open(self.fs, self.path, buffer_bytes)
+        with self.read_errors():
+            return _open(self.fs, self.path, buffer_bytes)
 
     def open_text(self) -> BinaryIO:
         """The bytes of the text inside, decompressed, to be read from the beginning to the end. Raises InputError."""
@@ -57,8 +62,11 @@ class InputFile:
 
 
 @contextmanager
-def read_errors(path: str) -> Iterator[None]:
-    """Turns what goes wrong while reading a file (missing, unreadable, corrupt archive) into our errors."""
+def read_errors(path: str, *, remote: bool = False) -> Iterator[None]:
+    """Turns what goes wrong while reading a file (missing, unreadable, corrupt archive) into our errors.
+
+    Drivers of `remote` file systems raise anything (no credentials, no network): all of it is ours to report.
+    """
     try:
         yield
     except (InputError, InputMissingError):
@@ -69,6 +77,10 @@ def read_errors(path: str) -> Iterator[None]:
         raise InputError(f"cannot read {path}: the compressed file ends too early") from error
     except (OSError, zlib.error, zstandard.ZstdError, ValueError, pa.ArrowException) as error:
         raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except Exception as error:
+        if not remote:
+            raise
+        raise InputError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
 def resolve_inputs(paths: Sequence[str], *, exclude: Iterable[str] = ()) -> tuple[InputFile, ...]:
@@ -83,7 +95,7 @@ def resolve_inputs(paths: Sequence[str], *, exclude: Iterable[str] = ()) -> tupl
     own = {os.path.abspath(path) for path in exclude}
     found: dict[str, InputFile] = {}
     for path in paths:
-        with read_errors(path):
+        with read_errors(path, remote="://" in path):
             for fs, name, explicit in _expand(path):
                 if name in found or (fs is None and name in own and not explicit):
                     continue
@@ -107,7 +119,7 @@ def files_fingerprint(files: Sequence[InputFile]) -> list[dict[str, Any]]:
     described = []
     for file in files:
         digest = hashlib.blake2b(digest_size=8)
-        with read_errors(file.path), file.open() as stream:
+        with file.read_errors(), file.open() as stream:
             if file.size_bytes <= _SAMPLE_BYTES * _NUM_SAMPLES:
                 digest.update(stream.read())
             else:
@@ -240,10 +252,9 @@ def _check_one_form(files: Sequence[InputFile]) -> None:
 
 
 def _open(fs: Any, path: str, buffer_bytes: int = _BUFFER_BYTES) -> BinaryIO:
-    with read_errors(path):
-        if fs is None:
-            return open(path, "rb", buffering=buffer_bytes)
-        return cast(BinaryIO, fs.open(path, "rb"))
+    if fs is None:
+        return open(path, "rb", buffering=buffer_bytes)
+    return cast(BinaryIO, fs.open(path, "rb"))
 
 
 def _decompress(stream: BinaryIO, compression: Compression | None) -> BinaryIO:

@@ -132,6 +132,25 @@ def test_remote_files(tmp_path: Path) -> None:
         resolve_inputs(["nosuch://x/a.jsonl"])
 
 
+def test_drivers_of_remote_file_systems_may_raise_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentials(Exception):
+        pass
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/remote-errors/a.jsonl", b"{}\n")
+    file = resolve_inputs(["memory://remote-errors"])[0]
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise NoCredentials("unable to locate credentials")
+
+    monkeypatch.setattr(type(memory), "open", refuse)
+    with pytest.raises(InputError, match="NoCredentials: unable"):
+        file.open()
+    monkeypatch.setattr(type(memory), "isdir", refuse)
+    with pytest.raises(InputError, match="memory://x: NoCredentials"):
+        resolve_inputs(["memory://x"])
+
+
 def test_compressed_text(tmp_path: Path) -> None:
     text = b"".join(b'{"n": %d}\n' % i for i in range(50_000))
     half = len(text) // 2
