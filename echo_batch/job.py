@@ -11,7 +11,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,9 @@ from rich.console import Console
 
 from echo_batch.config import RunConfig
 from echo_batch.engine.hardware import Hardware, detect_hardware
-from echo_batch.engine.plan import Plan, cache_formats, compute_dtype
-from echo_batch.engine.plan_table import plan_to_dict
-from echo_batch.errors import EchoBatchError, EngineLostError, InterruptedJobError
+from echo_batch.engine.plan import Plan, cache_formats, compute_dtype, row_limit
+from echo_batch.engine.plan_table import plan_summary, plan_to_dict
+from echo_batch.errors import EchoBatchError, EngineLostError, InterruptedJobError, OutputError
 from echo_batch.files import write_json_atomic
 from echo_batch.hub import demo_model_dir
 from echo_batch.io.fingerprint import config_as_dict, job_fingerprint, model_fingerprint, tokenizer_fingerprint
@@ -34,7 +35,7 @@ from echo_batch.io.reader import Source, open_source
 from echo_batch.io.requests import RequestBuilder
 from echo_batch.io.run_dir import LOSSES_ALONE, LOSSES_FAILED, RunDirectory
 from echo_batch.io.writer import PartWriter
-from echo_batch.preflight import ModelFiles, inspect_model, make_builder, plan_for, read_input
+from echo_batch.preflight import ModelFiles, inspect_model, make_builder, make_chat, plan_for, read_input
 from echo_batch.report.metrics import JobMetrics, versions
 from echo_batch.report.progress import make_progress
 from echo_batch.report.summary import print_summary
@@ -44,6 +45,9 @@ from echo_batch.signals import StopFlag
 
 if TYPE_CHECKING:
     from echo_batch.engine.core import EngineCore
+
+LOG_NAME = "echo-batch.log"
+"""In the run directory: what happened and when, over all starts of the job."""
 
 TOO_MANY_FAILED_ROWS = 10
 """Exit code of a published output with more failed rows than --max-error-rate allows."""
@@ -66,24 +70,23 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
     console = console or Console(stderr=True)
     output = local_output_path(config.output.path or "")
     form = output_format(output, config.output.format)
-    hardware = detect_hardware(config.engine.device)
-    model = inspect_model(config)
     with ExitStack() as stack:
         stop = stack.enter_context(StopFlag())
+        hardware = detect_hardware(config.engine.device)
+        model = inspect_model(config)
         # The lock comes before the input is read: a second copy of a nightly job ends here at once.
         run = stack.enter_context(closing(RunDirectory.lock(output, inputs=_local_paths(config))))
         metrics = JobMetrics()
-        progress = stack.enter_context(make_progress(console, sys.stderr, interval=config.report.heartbeat_seconds))
-        job = Job(config, model, hardware, run, metrics, _Reporter(config, metrics, progress, stop))
+        progress = make_progress(console, sys.stderr, interval=config.report.heartbeat_seconds)
+        stack.enter_context(progress)
+        job = Job(config, model, hardware, run, metrics, _Reporter(config, metrics, progress, stop), console)
         source = stack.enter_context(closing(job.open_input(output)))
-        if (
-            run.begin(job.fingerprint(source, form), config_as_dict(config), restart=config.output.restart)
-            == "complete"
-        ):
+        fingerprint = job.fingerprint(source, form)
+        if run.begin(fingerprint, config_as_dict(config), restart=config.output.restart) == "complete":
             progress.close()
-            console.print(f"already complete: {output}", soft_wrap=True, highlight=False)
+            say(console, f"already complete: {output} (--restart does it again)")
             return 0
-        stack.enter_context(_log_file(run.path / "echo-batch.log"))
+        stack.enter_context(_log_file(run.path / LOG_NAME))
         message: str | None = None
         exit_code = 1
         try:
@@ -91,25 +94,22 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
         except EchoBatchError as error:
             ended = run.interrupted(str(error)) if isinstance(error, InterruptedJobError) else error
             message, exit_code = str(ended), ended.exit_code
-            logger.error("%s", message)
             raise ended from error
         except Exception as error:
-            logger.error("bug: %s", traceback.format_exc())
-            message = f"internal error: {type(error).__name__}: {error}"
-            raise EchoBatchError(f"{message} (traceback in {run.path / 'echo-batch.log'})") from error
+            logger.error("%s", traceback.format_exc())
+            message = f"this is a bug in echo-batch: {type(error).__name__}: {error}"
+            raise EchoBatchError(f"{message}\nThe traceback is in {run.path / LOG_NAME}") from error
         finally:
             progress.close()
-            report = job.report(exit_code, message)
-            write_json_atomic(run.report_path, report)
-            print_summary(console, report)
+            job.finish(exit_code, message)
         return exit_code
 
 
 def plan_job(config: RunConfig, hardware: Hardware, *, console: Console | None = None) -> Plan:
     """What `run_job` would do on `hardware` with this input, without loading weights or writing anything."""
-    model = inspect_model(config, check_weights=False)
     with tempfile.TemporaryDirectory(prefix="echo-batch-") as directory, ExitStack() as stack:
         stop = stack.enter_context(StopFlag())
+        model = inspect_model(config, check_weights=False)
         metrics = JobMetrics()
         progress = make_progress(console or Console(stderr=True), sys.stderr, interval=config.report.heartbeat_seconds)
         reporter = _Reporter(config, metrics, stack.enter_context(progress), stop)
@@ -117,9 +117,15 @@ def plan_job(config: RunConfig, hardware: Hardware, *, console: Console | None =
             closing(open_source(config.input.paths, spool_dir=Path(directory), config=config.input, scan=False))
         )
         _scan(source, metrics, reporter)
-        index = stack.enter_context(
-            closing(_preflight(config, model, hardware, source, Path(directory) / "index.sqlite", metrics, reporter))
-        )
+        context_tokens = row_limit(model.config, config, hardware)
+        chat = make_chat(config, model)
+        builder = make_builder(config, model, chat, context_tokens=context_tokens, is_openai=source.is_openai)
+        with metrics.in_stage("preflight", source.num_rows):
+            path = Path(directory) / "index.sqlite"
+            for done in read_input(config, model, source, builder, path, context_tokens):
+                metrics.stage_done = done.num_rows
+                reporter.step()
+        index = stack.enter_context(closing(RowIndex(path)))
         return plan_for(config, model, hardware, index)
 
 
@@ -160,9 +166,10 @@ class Job:
         run: RunDirectory,
         metrics: JobMetrics,
         reporter: _Reporter,
+        console: Console,
     ) -> None:
         self.config, self.model, self.hardware = config, model, hardware
-        self.directory, self.metrics, self.reporter = run, metrics, reporter
+        self.directory, self.metrics, self.reporter, self.console = run, metrics, reporter, console
         self.plan: Plan | None = None
 
     def open_input(self, output: Path) -> Source:
@@ -198,11 +205,11 @@ class Job:
         """Preflight, plan, engine, merge. Returns the exit code."""
         config, metrics = self.config, self.metrics
         self._resume_counts()
-        index_path = self.directory.path / "spool" / "index.sqlite"
-        index = _preflight(config, self.model, self.hardware, source, index_path, metrics, self.reporter)
-        with closing(index):
+        builder, context_tokens = self._make_builder(source)
+        with closing(self._read_input(source, builder, context_tokens)) as index:
             metrics.rows_total = source.num_rows
             self.plan = plan = plan_for(config, self.model, self.hardware, index)
+            self._announce(plan, index)
             columns = ResultColumns(
                 cut_tokens=config.input.too_long != "fail",
                 token_ids=config.output.output_token_ids,
@@ -215,7 +222,6 @@ class Job:
                 self._write_failures(writer, failed)
                 if next(self._pending(index), None) is not None:
                     plan.require_fit()
-                    builder = make_builder(config, self.model, self.hardware, source)
                     self._generate(source, index, builder, writer)
         with metrics.in_stage("merge", source.num_rows):
             openai = OpenAIOutput(
@@ -237,11 +243,24 @@ class Job:
                 metrics.stage_done = rows
                 self.reporter.step()
         rate = metrics.rows_failed / source.num_rows if source.num_rows else 0.0
-        exit_code = TOO_MANY_FAILED_ROWS if rate > config.output.max_error_rate else 0
-        self.reporter.finish(success=exit_code == 0)
-        return exit_code
+        return TOO_MANY_FAILED_ROWS if rate > config.output.max_error_rate else 0
 
-    def report(self, exit_code: int, message: str | None) -> dict[str, Any]:
+    def finish(self, exit_code: int, message: str | None) -> None:
+        """Leave report.json, the last metrics and the summary, however the job ended."""
+        report = self._report(exit_code, message)
+        logger.log(logging.ERROR if message else logging.INFO, "end, exit code %d%s", exit_code, _after_colon(message))
+        try:
+            write_json_atomic(self.directory.report_path, report)
+            self.reporter.finish(success=exit_code == 0)
+        except OutputError as error:
+            # Of a job that failed, the first error is the one to tell.
+            logger.error("%s", error)
+            if exit_code in (0, TOO_MANY_FAILED_ROWS):
+                raise
+        with suppress(OSError, SystemExit):
+            print_summary(self.console, report)
+
+    def _report(self, exit_code: int, message: str | None) -> dict[str, Any]:
         """The content of report.json."""
         return self.metrics.report(
             exit_code=exit_code,
@@ -264,6 +283,42 @@ class Job:
             cached_tokens=totals.cached_tokens,
             generated_tokens=totals.generated_tokens,
         )
+
+    def _announce(self, plan: Plan, index: RowIndex) -> None:
+        """Say what will be done, before the wait begins."""
+        lines = [f"plan: {plan_summary(plan)}", *(f"note: {note}" for note in plan.notes)]
+        failures = index.totals().failures
+        if failures:
+            codes = ", ".join(f"{count:,} {code}" for code, count in failures.items())
+            lines.append(
+                f"input: {sum(failures.values()):,} of {self.metrics.rows_total or 0:,} rows cannot run ({codes})"
+            )
+        if self.directory.state == "resumed":
+            lines.append(f"resuming: {self.metrics.rows_done:,} rows are done already")
+        logger.info("start %d of this job, versions %s", self.directory.num_starts, versions())
+        for line in lines:
+            logger.info("%s", line)
+            say(self.console, line)
+
+    def _make_builder(self, source: Source) -> tuple[RequestBuilder, int]:
+        """The builder of this job's requests, and its context limit. What could differ between the starts of a job (the
+        date in chat templates, the limit where memory decides it) is what it was at the first one."""
+        manifest = self.directory.manifest
+        limit = row_limit(self.model.config, self.config, self.hardware)
+        limit = min(limit, manifest.get("context_tokens") or limit)
+        manifest.set(context_tokens=limit)
+        chat = make_chat(self.config, self.model, now=datetime.fromtimestamp(self.directory.created))
+        builder = make_builder(self.config, self.model, chat, context_tokens=limit, is_openai=source.is_openai)
+        return builder, limit
+
+    def _read_input(self, source: Source, builder: RequestBuilder, context_tokens: int) -> RowIndex:
+        """Tokenize every row once; returns the index of the input, which an earlier start may have left."""
+        path = self.directory.path / "spool" / "index.sqlite"
+        with self.metrics.in_stage("preflight", source.num_rows):
+            for done in read_input(self.config, self.model, source, builder, path, context_tokens):
+                self.metrics.stage_done = done.num_rows
+                self.reporter.step()
+        return RowIndex(path)
 
     def _pending(self, index: RowIndex) -> Iterator[IndexEntry]:
         """Good rows without a committed result, longest first."""
@@ -298,9 +353,6 @@ class Job:
         self.directory.clear_in_flight()
 
     def _load_engine(self, plan: Plan) -> "EngineCore":
-        # torch is imported here and not before: a job that cannot work should say so without the wait.
-        from echo_batch.engine.build import build_core
-
         metrics = self.metrics
 
         def loaded(done: int, total: int) -> None:
@@ -309,13 +361,24 @@ class Job:
 
         tokenizer = self.model.tokenizer
         with metrics.in_stage("load"):
-            core = build_core(
-                self.model.config,
-                self.config,
-                plan,
-                make_detokenizer=None if tokenizer is None else tokenizer.make_detokenizer,
-                progress=loaded,
-            )
+            self.reporter.step()
+            # torch is imported here and not before: a job that cannot work should say so without the wait.
+            from echo_batch.engine.build import build_core
+            from echo_batch.engine.losses import device_loss
+
+            try:
+                core = build_core(
+                    self.model.config,
+                    self.config,
+                    plan,
+                    make_detokenizer=None if tokenizer is None else tokenizer.make_detokenizer,
+                    progress=loaded,
+                )
+            except Exception as error:
+                if lost := device_loss(error):
+                    raise EngineLostError(f"the device failed while the model was loaded: {lost}") from error
+                raise
+        logger.info("model loaded in %.1f s", metrics.seconds["load"])
         metrics.host_pool_tokens = plan.cache.host_tokens
         metrics.gpu_pool_tokens = plan.cache.gpu_tokens
         metrics.bytes_per_recall = plan.cache.row_format.row_bytes * plan.cache.num_layers / plan.cache.num_groups
@@ -387,23 +450,6 @@ def _scan(source: Source, metrics: JobMetrics, reporter: _Reporter) -> None:
             reporter.step()
 
 
-def _preflight(
-    config: RunConfig,
-    model: ModelFiles,
-    hardware: Hardware,
-    source: Source,
-    index_path: Path,
-    metrics: JobMetrics,
-    reporter: _Reporter,
-) -> RowIndex:
-    """Tokenize every row once; returns the index of the input."""
-    with metrics.in_stage("preflight"):
-        for done in read_input(config, model, hardware, source, index_path):
-            metrics.stage_done, metrics.stage_total = done.num_rows, source.num_rows
-            reporter.step()
-    return RowIndex(index_path)
-
-
 def _pulls(entries: Iterator[IndexEntry]) -> Iterator[list[IndexEntry]]:
     """Entries in batches of bounded rows and tokens."""
     batch: list[IndexEntry] = []
@@ -418,18 +464,31 @@ def _pulls(entries: Iterator[IndexEntry]) -> Iterator[list[IndexEntry]]:
         yield batch
 
 
+def say(console: Console, line: str) -> None:
+    """One line for the user. A screen that has gone away (closed terminal, broken pipe) is no reason to stop."""
+    with suppress(OSError, SystemExit):
+        console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     """The log of one start, appended to `path`."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = logger.level, logger.propagate
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.level, logger.propagate = before
         handler.close()
+
+
+def _after_colon(message: str | None) -> str:
+    return f": {message}" if message else ""
 
 
 def _local_paths(config: RunConfig) -> list[str]:

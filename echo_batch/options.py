@@ -139,7 +139,7 @@ class JobOptions:
     ] = None
 
     max_tokens: Annotated[
-        int | None, _option(_SAMPLING, "Most tokens to generate; default: up to the context limit.", "--max-tokens")
+        int | None, _option(_SAMPLING, "Most tokens to generate per row; default 2048.", "--max-tokens")
     ] = None
     temperature: Annotated[float | None, _option(_SAMPLING, "0 is greedy.", "--temperature")] = None
     top_p: Annotated[float | None, _option(_SAMPLING, "Nucleus sampling; 1 is off.", "--top-p")] = None

@@ -6,17 +6,17 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from echo_batch.config import RunConfig
 from echo_batch.engine.hardware import Hardware
-from echo_batch.engine.plan import InputStats, Plan, context_limit, make_plan
+from echo_batch.engine.plan import InputStats, Plan, make_plan
 from echo_batch.errors import ConfigError, ModelError
-from echo_batch.io.chat import load_chat
+from echo_batch.io.chat import ChatEncoder, load_chat
 from echo_batch.io.fingerprint import hash_json, tokenizer_fingerprint
 from echo_batch.io.index import IndexProgress, RowIndex, build_index
-from echo_batch.io.progress import ScanProgress
 from echo_batch.io.reader import Source
 from echo_batch.io.requests import PromptLimits, RequestBuilder, base_sampling
 from echo_batch.io.tokenizer import Tokenizer, load_tokenizer
@@ -60,31 +60,37 @@ def inspect_model(config: RunConfig, *, check_weights: bool = True) -> ModelFile
     )
 
 
-def make_builder(config: RunConfig, model: ModelFiles, hardware: Hardware, source: Source) -> RequestBuilder:
-    """The builder of this job's requests. Raises ConfigError, ModelError, InputError (options against the input)."""
-    limits = PromptLimits(context_tokens=_row_limit(config, model.config, hardware), vocab_size=model.config.vocab_size)
-    chat = load_chat(
+def make_chat(config: RunConfig, model: ModelFiles, *, now: datetime | None = None) -> ChatEncoder:
+    """The chat encoder of this job; `now` is the date that templates may print. Raises ModelError, ConfigError."""
+    return load_chat(
         model.tokenizer_path if model.tokenizer_path.is_dir() else model.tokenizer_path.parent,
         tokenizer=model.tokenizer,
         model_type=model.config.model_type,
         kwargs=config.input.chat_template_kwargs,
         trust_remote_code=config.model.trust_remote_code,
+        now=now,
     )
+
+
+def make_builder(
+    config: RunConfig, model: ModelFiles, chat: ChatEncoder, *, context_tokens: int, is_openai: bool = False
+) -> RequestBuilder:
+    """The builder of requests of at most `context_tokens` tokens. Raises ConfigError, ModelError, InputError (options
+    against the input)."""
     return RequestBuilder(
         config,
         model.tokenizer,
         chat,
-        limits,
+        PromptLimits(context_tokens=context_tokens, vocab_size=model.config.vocab_size),
         generation_config=model.generation_config,
-        is_openai=source.is_openai,
+        is_openai=is_openai,
     )
 
 
 def read_input(
-    config: RunConfig, model: ModelFiles, hardware: Hardware, source: Source, index_path: Path
-) -> Iterator[ScanProgress | IndexProgress]:
+    config: RunConfig, model: ModelFiles, source: Source, builder: RequestBuilder, index_path: Path, context_tokens: int
+) -> Iterator[IndexProgress]:
     """Pass over the input (already scanned): tokenize every row and write the index to `index_path`, with progress."""
-    builder = make_builder(config, model, hardware, source)
     fingerprint = {
         "input": source.fingerprint(),
         "limit": config.input.limit,
@@ -99,7 +105,7 @@ def read_input(
             ]
         ),
         "sampling": hash_json(base_sampling(config, model.generation_config)),
-        "context": _row_limit(config, model.config, hardware),
+        "context": context_tokens,
         "vocabulary": model.config.vocab_size,
     }
     yield from build_index(index_path, source, builder, fingerprint=fingerprint)
@@ -121,15 +127,6 @@ def input_stats(index: RowIndex) -> InputStats:
 def plan_for(config: RunConfig, model: ModelFiles, hardware: Hardware, index: RowIndex | None) -> Plan:
     """The plan of a job, with or without an input."""
     return make_plan(model.config, config, hardware, None if index is None else input_stats(index))
-
-
-def _row_limit(config: RunConfig, model: ModelConfig, hardware: Hardware) -> int:
-    """Tokens of context that a row may have: the model's, --max-model-len, and the whole host pool (N_H)."""
-    limit = context_limit(model, config)
-    if config.cache.host_pool.kind != "tokens":
-        # Bytes, percent and auto become tokens in the plan; without an input it takes the most that they allow.
-        limit = min(limit, make_plan(model, config, hardware, None).cache.host_tokens)
-    return limit
 
 
 def _generation_config(path: Path) -> dict[str, Any]:

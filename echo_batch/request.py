@@ -6,18 +6,23 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length"]
 
+DEFAULT_MAX_TOKENS = 2048
+"""Of a row for which nobody says otherwise. Every admitted row reserves room for prompt + max_tokens, so "up to the
+context limit" would make small batches of most jobs (docs/decisions.md)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
 
-    `max_tokens` None means: up to the context limit. `temperature` 0 is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0
-    switch the filter off. `logprobs` n asks for the log-probability of the chosen token and of the n likeliest.
+    `max_tokens` None means: up to the context limit (and reserves as much). `temperature` 0 is greedy. `top_k` 0,
+    `top_p` 1.0 and `min_p` 0 switch the filter off. `logprobs` n asks for the log-probability of the chosen token and
+    of the n likeliest.
     `seed` with the row id and the position makes every random number (none depends on the batch).
     Raises ValueError naming the field that is out of range.
     """
 
-    max_tokens: int | None = None
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

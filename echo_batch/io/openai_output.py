@@ -11,7 +11,7 @@ SERVER_ERRORS = frozenset({"engine_failed"})
 class TokenDecoder(Protocol):
     """What logprobs need of a tokenizer: the text of single tokens."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,9 @@ class RequestBuilder:
         self._limits = limits
         self._fits_vocabulary = tokenizer is not None and tokenizer.vocab_size <= limits.vocab_size
         self._sampling = base_sampling(config, generation_config)
+        self._max_tokens_asked = (
+            "max_tokens" in config.explicit_sampling or (generation_config or {}).get("max_new_tokens") is not None
+        )
 
     def build(self, record: Record) -> Request:
         """The request of one row. Raises RowError with one of errors.ROW_ERROR_CODES."""
@@ -240,8 +243,10 @@ class RequestBuilder:
         limit = self._limits.context_tokens
         if self._too_long == "fail":
             raise RowError("too_long", self._too_long_message(str(len(ids))))
-        max_tokens = row.sampling.max_tokens
-        keep = limit - max(1, min(max_tokens if max_tokens is not None else limit // 8, limit // 2))
+        max_tokens, asked = row.sampling.max_tokens, self._max_tokens_asked or "max_tokens" in row.parts.sampling
+        # Who asks for long outputs gets up to half of the context; a mere default must not cost that much prompt.
+        room = min(max_tokens or limit, limit // 2 if asked and max_tokens is not None else limit // 8)
+        keep = limit - max(1, room)
         head = 1 if self._tokenizer is not None and ids[0] == self._tokenizer.bos_token_id else 0
         tail = self._num_turn_tokens(row)
         if keep <= head + tail:
