@@ -21,7 +21,7 @@ from echo_batch.engine.batch import BatchState
 from echo_batch.engine.runner import EagerRunner, GraphRunner, StepShape
 from echo_batch.errors import ConfigError
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
-from echo_batch.kernels.ops import select_ops
+from echo_batch.kernels.select import select_ops
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.loader import load_model
 from echo_batch.report.metrics import versions

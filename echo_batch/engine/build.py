@@ -10,9 +10,10 @@ from echo_batch.config import RunConfig
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.core import EngineCore
 from echo_batch.engine.plan import Plan
-from echo_batch.engine.runner import EagerRunner
+from echo_batch.engine.runner import EagerRunner, GraphRunner, Runner, StepShape
 from echo_batch.engine.stops import Detokenizer
-from echo_batch.kernels.ops import Ops, select_ops
+from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.select import select_ops
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.loader import load_model
 from echo_batch.models.model import Model
@@ -55,9 +56,13 @@ def build_core(
     except BaseException:
         cache.close()
         raise
-    return assemble_core(
+    core = assemble_core(
         model, cache, ops, plan, eos_token_ids=model_config.eos_token_ids, make_detokenizer=make_detokenizer
     )
+    if isinstance(core.runner, GraphRunner):
+        greedy = config.sampling.temperature == 0
+        core.runner.capture([StepShape(bucket=bucket, greedy_only=greedy) for bucket in plan.decode_buckets])
+    return core
 
 
 def assemble_core(
@@ -72,6 +77,11 @@ def assemble_core(
     """The engine over a loaded model and an allocated cache."""
     device = torch.device(plan.device)
     state = BatchState.allocate(plan.max_num_seqs, plan.max_model_len, device)
+    runner: Runner
+    if device.type == "cuda":
+        runner = GraphRunner(model, cache, ops, state, depth=plan.lookahead_steps + 1)
+    else:
+        runner = EagerRunner(model, cache, ops, state)
     return EngineCore(
         model=model,
         cache=cache,
@@ -79,7 +89,7 @@ def assemble_core(
         plan=plan,
         device=device,
         state=state,
-        runner=EagerRunner(model, cache, ops, state),
+        runner=runner,
         eos_token_ids=eos_token_ids,
         make_detokenizer=make_detokenizer,
     )

@@ -110,18 +110,19 @@ class GraphRunner:
     _pool: Any = None
 
     def capture(self, shapes: list[StepShape]) -> None:
-        """Warm up and capture the steps of these shapes, before any request; the cache's metadata is reset after it."""
+        """Capture the steps of these shapes. Rows are inactive meanwhile, so no request's state is touched."""
         started, before = time.perf_counter(), torch.cuda.memory_reserved()
-        assert not bool(self.state.active.any()), "graphs are captured on an idle batch"
-        for shape in sorted(shapes, key=lambda s: -s.bucket):
-            if shape not in self._graphs:
-                self._capture(shape)
-        self.cache.reset()
         if not self._ring:
             capacity = self.state.token_ids.shape[0]
             for _ in range(self.depth + 1):
                 buffer = torch.empty((2, capacity), dtype=torch.int64, pin_memory=True)
                 self._ring.append((buffer, torch.cuda.Event()))
+        active = self.state.active.clone()
+        self.state.active.fill_(False)
+        for shape in sorted(shapes, key=lambda s: -s.bucket):
+            if shape not in self._graphs:
+                self._capture(shape)
+        self.state.active.copy_(active)
         torch.cuda.synchronize()
         self.report.num_graphs = len(self._graphs)
         self.report.seconds += time.perf_counter() - started
@@ -129,6 +130,9 @@ class GraphRunner:
 
     def launch(self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None) -> PendingOutput:
         """One step over the first `shape.bucket` rows: one graph launch, and copies of its result."""
+        if shape not in self._graphs:
+            # A sampler that the job's defaults did not ask for (a row's own temperature, say).
+            self.capture([shape])
         graph, step = self._graphs[shape]
         graph.replay()
         if num_logprobs is not None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
@@ -110,9 +109,3 @@ def reference_ops() -> Ops:
         sample=sampling.sample,
         token_logprobs=sampling.token_logprobs,
     )
-
-
-def select_ops(device: torch.device) -> Ops:
-    """The ops for `device`: references on the CPU; on CUDA the fast versions that exist, else the references."""
-    assert device.type in ("cpu", "cuda"), device
-    return reference_ops()
