@@ -150,6 +150,10 @@ class GraphRunner:
         event.record()
         return PendingOutput(StepOutput(packed[0], packed[1]), event)
 
+    def logits(self, shape: StepShape) -> Tensor:
+        """What the last replay of this shape sampled from: fp32 `[bucket, V]`, overwritten by the next."""
+        return self._graphs[shape][1].logits
+
     def _capture(self, shape: StepShape) -> None:
         def body() -> StepLogits:
             return decode_step(
