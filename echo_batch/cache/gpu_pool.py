@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echo_batch.cache.spec import CacheSpec
+from echo_batch.cache.spec import NUM_CANDIDATES, CacheSpec
 from echo_batch.kernels.cache_layout import POISON_BYTE
 from echo_batch.kernels.contracts import GroupMaps, make_maps
 
@@ -35,7 +35,7 @@ def make_gpu_pool(spec: CacheSpec, device: torch.device, *, poison: bool) -> Gpu
         spec.num_groups,
         gpu_tokens=spec.gpu_tokens,
         host_tokens=spec.host_tokens,
-        num_candidates=spec.num_candidates,
+        num_candidates=NUM_CANDIDATES,
         device=device,
     )
     return GpuPool(rows, pages, maps)

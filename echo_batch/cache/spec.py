@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from echo_batch.kernels.cache_layout import HISTOGRAM_BINS, NUM_COUNTS, NUM_TOTALS
+from echo_batch.kernels.cache_layout import AGE_BINS, NUM_COUNTS, NUM_TOTALS
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
+
+NUM_CANDIDATES = 65536
+"""GPU rows per group that are looked up in advance for each step: a batch of 31 may miss all of its 2,048 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +66,13 @@ class CacheSpec:
         return self.num_groups * self.num_blocks * self.index_format.page_bytes
 
     @property
-    def num_candidates(self) -> int:
-        """GPU rows that are looked up in advance for each step: enough for a whole batch to miss its selection."""
-        return min(self.gpu_tokens, 32768)
-
-    @property
     def metadata_bytes(self) -> int:
-        """Maps and priorities of every group (int32 each: one map of N_H, one map and the priorities of N_G), its two
-        candidate lists and its counters."""
+        """Maps and priorities of every group (int32 each: one map of N_H, one map and the priorities of N_G), its
+        candidate list and its counters."""
         if not self.offload:
             return 0
-        counters = 4 * (HISTOGRAM_BINS + NUM_COUNTS) + 8 * NUM_TOTALS
-        return self.num_groups * (4 * self.host_tokens + 8 * self.gpu_tokens + 8 * self.num_candidates + counters)
+        counters = 4 * (2 * AGE_BINS + NUM_COUNTS) + 8 * NUM_TOTALS
+        return self.num_groups * (4 * self.host_tokens + 8 * self.gpu_tokens + 4 * NUM_CANDIDATES + counters)
 
 
 def minimum_gpu_tokens(context_lengths: Iterable[int], index_topk: int) -> int:

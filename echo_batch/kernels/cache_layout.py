@@ -11,9 +11,10 @@ SELECTED, MISSING, RECALLED, EVICTED, OFFLOADED = range(5)
 (a row that several entries miss once), resident rows given up, new rows that got a GPU row and went to the host."""
 
 NUM_TOTALS = 5
-NUM_FREE, NUM_OLD, NUM_WARMED, CUTOFF, HAND, FAILED = range(5, 11)
-"""Further columns of `GroupMaps.counts` (after the five above): lengths of the two candidate lists, candidates that
-warming took, the priority up to which rows count as old, the clock hand, rows that could not be placed."""
+NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED = range(5, 10)
+"""Further columns of `GroupMaps.counts` (after the five above): length of the candidate list, candidates taken in place
+of others that were in use, entries of a warm start, the clock hand, rows that could not be placed."""
 
 NUM_COUNTS = 16
-HISTOGRAM_BINS = 128
+AGE_BINS = 64
+"""Bins of rows by age, four an octave; the last one holds free rows."""

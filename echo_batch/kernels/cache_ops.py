@@ -40,7 +40,25 @@ def reference_cache_ops() -> CacheOps:
     )
 
 
+def triton_cache_ops() -> CacheOps:
+    """Triton kernels: launches of fixed shape that a CUDA graph can hold."""
+    # Imported here because a machine without a GPU may have no Triton.
+    from echo_batch.kernels.triton import cache_ops, row_copy
+
+    return CacheOps(
+        begin_step=cache_ops.begin_step,
+        append=cache_ops.append,
+        resolve=cache_ops.resolve,
+        warm=cache_ops.warm,
+        release=cache_ops.release,
+        violations=cache_ops.violations,
+        copy_rows=row_copy.copy_rows,
+        write_rows=row_copy.write_rows,
+        fill_rows=row_copy.fill_rows,
+    )
+
+
 def select_cache_ops(device: torch.device) -> CacheOps:
     """The cache ops for `device`."""
     assert device.type in ("cpu", "cuda"), device
-    return reference_cache_ops()
+    return triton_cache_ops() if device.type == "cuda" else reference_cache_ops()

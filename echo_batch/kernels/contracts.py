@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echo_batch.kernels.cache_layout import FREE, HISTOGRAM_BINS, NUM_COUNTS, NUM_TOTALS
+from echo_batch.kernels.cache_layout import AGE_BINS, FREE, NUM_COUNTS, NUM_TOTALS
 
 
 class GroupMaps(NamedTuple):
@@ -25,9 +25,9 @@ class GroupMaps(NamedTuple):
     host_to_gpu: Tensor
     """int32 [G, N_H]: GPU row of each token slot."""
     candidates: Tensor
-    """int32 [G, 2, C]: rows to give out in this step: free ones, and the least recently used ones."""
-    histogram: Tensor
-    """int32 [G, HISTOGRAM_BINS]: number of resident rows by age."""
+    """int32 [G, C]: rows to give out in this step, free ones first, then the least recently used ones."""
+    age_bins: Tensor
+    """int32 [G, 2, AGE_BINS]: number of rows by age; where in `candidates` the rows of each bin go."""
     counts: Tensor
     """int32 [G, NUM_COUNTS]: counters of this step, not yet in `totals`, and the state of the candidate lists."""
     totals: Tensor
@@ -41,7 +41,7 @@ class GroupMaps(NamedTuple):
         """Back to an empty GPU pool with all counters zero."""
         for field in (self.priority, self.gpu_to_host, self.host_to_gpu, self.candidates):
             field.fill_(FREE)
-        for field in (self.histogram, self.counts, self.totals):
+        for field in (self.age_bins, self.counts, self.totals):
             field.zero_()
 
 
@@ -57,8 +57,8 @@ def make_maps(
         priority=empty(gpu_tokens),
         gpu_to_host=empty(gpu_tokens),
         host_to_gpu=empty(host_tokens),
-        candidates=empty(2, num_candidates),
-        histogram=empty(HISTOGRAM_BINS),
+        candidates=empty(num_candidates),
+        age_bins=empty(2, AGE_BINS),
         counts=empty(NUM_COUNTS),
         totals=empty(NUM_TOTALS, dtype=torch.int64),
     )

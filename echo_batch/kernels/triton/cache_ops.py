@@ -1,0 +1,550 @@
+"""Cache management by Triton kernels: resolve, append, warm, release. Contracts: kernels/reference/cache_ops.py.
+
+Launches of fixed shape without host involvement, so all of them can be captured in a CUDA graph.
+
+Eviction. `begin_step` counts the rows of every group by age and lists the oldest ones in order of age (free rows first,
+then bins of a quarter octave). The i-th row that a step needs is the i-th of the list, taken by one atomic_max on its
+priority; nothing is scanned on the critical path. Where that row was used meanwhile the list goes on; where it ends, a
+clock hand walks over windows of rows and takes the least recently used one of each.
+
+Resolve is two launches, because marking and evicting must not share one: a program could evict what another has just
+hit. `mark` protects hits and claims misses: it pushes each missing entry onto a chain whose head is the slot's place in
+host_to_gpu (as -2 - entry); the entry that found the place empty owns the miss. `place` gives each owner a row, copies
+the bytes and writes the row to all entries of the chain.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from echo_batch.kernels import cache_layout as layout
+from echo_batch.kernels.contracts import GroupMaps, Resolution
+from echo_batch.kernels.formats import BLOCK_SIZE
+from echo_batch.kernels.triton.row_copy import load_row, row_words, store_row
+
+SELECTED = tl.constexpr(layout.SELECTED)
+MISSING = tl.constexpr(layout.MISSING)
+RECALLED = tl.constexpr(layout.RECALLED)
+EVICTED = tl.constexpr(layout.EVICTED)
+OFFLOADED = tl.constexpr(layout.OFFLOADED)
+NUM_TOTALS = tl.constexpr(layout.NUM_TOTALS)
+NUM_LISTED = tl.constexpr(layout.NUM_LISTED)
+NUM_RETRIED = tl.constexpr(layout.NUM_RETRIED)
+HAND = tl.constexpr(layout.HAND)
+FAILED = tl.constexpr(layout.FAILED)
+NUM_COUNTS = tl.constexpr(layout.NUM_COUNTS)
+BINS = tl.constexpr(layout.AGE_BINS)
+FREE_BIN = tl.constexpr(layout.AGE_BINS - 1)
+
+# Ages are binned by the upper bits of their float32 form: four bins an octave, age 1 in bin 0.
+BIN_SHIFT = tl.constexpr(21)
+BIN_OF_ONE = tl.constexpr(127 << 2)
+
+MARK_ENTRIES = 128
+PLACE_PROGRAMS = 512
+SCAN_ROWS = 4096
+WINDOW_ROWS = 1024
+CHECK_ITEMS = 1024
+
+
+@triton.jit
+def bin_of(last_used, now):
+    age = tl.maximum(now - last_used, 1)
+    age_bin = (age.to(tl.float32).to(tl.int32, bitcast=True) >> BIN_SHIFT) - BIN_OF_ONE
+    return tl.where(last_used < 0, FREE_BIN, tl.minimum(age_bin, FREE_BIN - 1))
+
+
+@triton.jit
+def count_kernel(priority, age_bins, step, num_rows, R: tl.constexpr):
+    """Count rows by their age in the step that is about to start. The counts are zero before."""
+    group = tl.program_id(1)
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    inside = rows < num_rows
+    last_used = tl.load(priority + group * num_rows + rows, mask=inside, other=0)
+    by_age = tl.histogram(tl.where(inside, bin_of(last_used, tl.load(step) + 1), 0), BINS)
+    bins = tl.arange(0, BINS)
+    by_age = by_age - tl.where(bins == 0, R - tl.sum(inside.to(tl.int32)), 0)
+    tl.atomic_add(age_bins + group * 2 * BINS + bins, by_age, mask=by_age > 0, sem="relaxed")
+
+
+@triton.jit
+def prepare_kernel(counts, age_bins, totals, step, num_rows, C):
+    """Start a step: add the last one's counts to the totals; decide which bins are listed, and where. One warp."""
+    group = tl.program_id(0)
+    counts += group * NUM_COUNTS
+    age_bins += group * 2 * BINS
+    totals += group * NUM_TOTALS
+    columns = tl.arange(0, 8)
+    is_total = columns < NUM_TOTALS
+    last = tl.load(counts + columns, mask=is_total, other=0)
+    tl.store(totals + columns, tl.load(totals + columns, mask=is_total, other=0) + last, mask=is_total)
+    taken = tl.sum(tl.where((columns == MISSING) | (columns == OFFLOADED), last, 0))
+    # Twice what the last step took, and 1/64 of the pool to be ready for a sudden change.
+    wanted = 2 * taken + num_rows // 64 + 16
+    bins = tl.arange(0, BINS)
+    num = tl.load(age_bins + bins)
+    num_older = tl.sum(num) - tl.cumsum(num, 0)
+    is_listed = num_older < wanted
+    tl.store(age_bins + bins, tl.zeros([BINS], tl.int32))
+    tl.store(age_bins + BINS + bins, tl.where(is_listed, num_older, -1))
+    num_listed = tl.minimum(tl.sum(tl.where(is_listed, num, 0)), C)
+    tl.store(counts + columns, tl.where(columns == NUM_LISTED, num_listed, 0))  # the first eight: not the hand
+    if group == 0:
+        tl.store(step, tl.load(step) + 1)
+
+
+@triton.jit
+def list_kernel(priority, candidates, age_bins, step, num_rows, C, ONLY_FREE: tl.constexpr, R: tl.constexpr):
+    """Write the rows of the listed bins (or the free ones alone) to `candidates`, the oldest first."""
+    group = tl.program_id(1)
+    candidates += group * C
+    ends = age_bins + group * 2 * BINS + BINS
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    inside = rows < num_rows
+    last_used = tl.load(priority + group * num_rows + rows, mask=inside, other=0)
+    is_free = inside & (last_used < 0)
+    num_free = tl.sum(is_free.to(tl.int32))
+    if num_free > 0:
+        place = tl.atomic_add(ends + FREE_BIN, num_free, sem="relaxed") + tl.cumsum(is_free.to(tl.int32), 0) - 1
+        tl.store(candidates + place, rows, mask=is_free & (place < C))
+    if not ONLY_FREE:
+        age_bin = bin_of(last_used, tl.load(step))
+        is_listed = inside & (last_used >= 0) & (tl.load(ends + age_bin) >= 0)
+        place = tl.atomic_add(ends + age_bin, tl.full([R], 1, tl.int32), mask=is_listed, sem="relaxed")
+        tl.store(candidates + place, rows, mask=is_listed & (place < C))
+
+
+@triton.jit
+def search(priority, counts, now, num_rows, W: tl.constexpr):
+    """Claim the least recently used row of the window at the clock hand, or of a later one; -1 if none is left."""
+    num_windows = tl.cdiv(num_rows, W)
+    start = tl.atomic_add(counts + HAND, 1, sem="relaxed") & 0x7FFFFFFF
+    found = tl.full([], -1, tl.int32)
+    visited = tl.full([], 0, tl.int32)
+    while (found < 0) & (visited < num_windows):
+        rows = ((start + visited) % num_windows) * W + tl.arange(0, W)
+        # Volatile: after a lost race the row's new priority must be seen, not a cached one.
+        last_used = tl.load(priority + rows, mask=rows < num_rows, other=0x7FFFFFFF, volatile=True)
+        lowest = tl.min(last_used, 0)
+        if lowest < now:
+            row = tl.min(tl.where(last_used == lowest, rows, 0x7FFFFFFF), 0)
+            if tl.atomic_max(priority + row, now, sem="relaxed") < now:
+                found = row
+        else:
+            visited += 1  # it stays empty: rows only gain priority in this launch
+    return found
+
+
+@triton.jit
+def append_kernel(
+    slots, rows, priority, gpu_to_host, host_to_gpu, candidates, counts, step, num_rows, num_slots, C, W: tl.constexpr
+):
+    b = tl.program_id(0)
+    group = tl.program_id(1)
+    priority += group * num_rows
+    gpu_to_host += group * num_rows
+    host_to_gpu += group.to(tl.int64) * num_slots
+    counts += group * NUM_COUNTS
+    slot = tl.load(slots + b)
+    listed = tl.load(candidates + group * C + b, mask=b < C, other=-1)
+    num_listed = tl.load(counts + NUM_LISTED)
+    now = tl.load(step)
+    row = tl.full([], -1, tl.int32)
+    if slot >= 0:
+        if b < num_listed:  # noqa: SIM102 (`and` evaluates both sides)
+            if tl.atomic_max(priority + listed, now, sem="relaxed") < now:
+                row = listed
+        if row < 0:
+            row = search(priority, counts, now, num_rows, W)
+        if row >= 0:
+            before = tl.load(gpu_to_host + row)
+            tl.store(host_to_gpu + before, -1, mask=before >= 0)
+            tl.store(gpu_to_host + row, slot)
+            tl.store(host_to_gpu + slot, row)
+            tl.atomic_add(counts + OFFLOADED, 1, sem="relaxed")
+            if before >= 0:
+                tl.atomic_add(counts + EVICTED, 1, sem="relaxed")
+        else:
+            tl.atomic_add(counts + FAILED, 1, sem="relaxed")
+    tl.store(rows + group * tl.num_programs(0) + b, row)
+
+
+@triton.jit
+def delay(step, now, MOST: tl.constexpr):
+    """Wait a time that differs between programs and steps (tests of races)."""
+    rounds = ((tl.program_id(0) + 1) * 40503 + now * 10007) % MOST
+    i = tl.full([], 0, tl.int32)
+    while i < rounds:
+        i += 1 + (tl.load(step, volatile=True) - now)
+
+
+@triton.jit(do_not_specialize=["n"])
+def mark_kernel(
+    selected,
+    rows,
+    miss_slots,
+    miss_entries,
+    miss_count,
+    priority,
+    host_to_gpu,
+    counts,
+    step,
+    n,
+    WARM: tl.constexpr,
+    DELAY: tl.constexpr,
+    E: tl.constexpr,
+):
+    """Protect hits; chain the entries of each missing slot and list its owner (-1 in the list for the others)."""
+    now = tl.load(step)
+    if DELAY > 0:
+        delay(step, now, DELAY)
+    entries = tl.program_id(0) * E + tl.arange(0, E)
+    inside = entries < n
+    slot = tl.load(selected + entries, mask=inside, other=-1)
+    chosen = slot >= 0
+    row = tl.load(host_to_gpu + slot, mask=chosen, other=-1)
+    is_hit = chosen & (row >= 0)
+    is_missing = chosen & (row < 0)
+    if WARM:
+        tl.store(rows + entries, tl.full([E], -1, tl.int32), mask=inside)
+    else:
+        tl.store(priority + row, tl.zeros([E], tl.int32) + now, mask=is_hit)
+        tl.store(rows + entries, tl.where(is_hit, row, -1), mask=inside & (~is_missing))
+        tl.atomic_add(counts + SELECTED, tl.sum(chosen.to(tl.int32)), sem="relaxed")
+    num_missing = tl.sum(is_missing.to(tl.int32))
+    if num_missing > 0:
+        before = tl.atomic_xchg(host_to_gpu + slot, -2 - entries, mask=is_missing, sem="relaxed")
+        base = tl.atomic_add(miss_count, num_missing, sem="relaxed")  # of all missing entries: needs no answer
+        place = base + tl.cumsum(is_missing.to(tl.int32), 0) - 1
+        is_owner = is_missing & (before == -1)
+        tl.store(rows + entries, before, mask=is_missing & (before != -1))
+        tl.store(miss_slots + place, tl.where(is_owner, slot, -1), mask=is_missing)
+        tl.store(miss_entries + place, entries, mask=is_missing)
+
+
+@triton.jit(do_not_specialize=["n", "skip"])
+def place_kernel(
+    rows,
+    miss_slots,
+    miss_entries,
+    miss_rows,
+    miss_count,
+    host_pool,
+    gpu_pool,
+    priority,
+    gpu_to_host,
+    host_to_gpu,
+    candidates,
+    listed_count,
+    counts,
+    step,
+    n,
+    skip,
+    num_rows,
+    C,
+    WARM: tl.constexpr,
+    DELAY: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Give the misses rows: candidates from `skip` on (those before went to appended tokens). One warp a program."""
+    # What does not depend on the number of misses is loaded at once with it: the chain of loads is what takes the time.
+    i = tl.program_id(0)
+    slot = tl.load(miss_slots + i, mask=i < n, other=-1)
+    entry = tl.load(miss_entries + i, mask=i < n, other=-1)
+    listed = tl.load(candidates + skip + i, mask=skip + i < C, other=-1)
+    num_missing = tl.load(miss_count)
+    num_listed = tl.load(listed_count)
+    now = tl.load(step)
+    if DELAY > 0:
+        delay(step, now, DELAY)
+    num_recalled = tl.full([], 0, tl.int32)
+    num_evicted = tl.full([], 0, tl.int32)
+    while i < num_missing:
+        row = tl.full([], -1, tl.int32)
+        if slot >= 0:
+            if not WARM:
+                words = load_row(host_pool, slot, WORDS, BLOCK)  # in flight while a row is found
+            current = -2 - tl.load(host_to_gpu + slot)
+            j = skip + i
+            before = tl.full([], -1, tl.int32)
+            while (row < 0) & (j < num_listed):
+                before = tl.load(gpu_to_host + listed)
+                if tl.atomic_max(priority + listed, now, sem="relaxed") < now:
+                    row = listed
+                elif WARM:
+                    j = num_listed
+                else:
+                    j = skip + num_missing + tl.atomic_add(counts + NUM_RETRIED, 1, sem="relaxed")
+                    listed = tl.load(candidates + j, mask=j < num_listed, other=-1)
+            if not WARM:
+                if row < 0:
+                    row = search(priority, counts, now, num_rows, W)
+                    before = tl.load(gpu_to_host + row, mask=row >= 0, other=-1)
+                    if row < 0:
+                        tl.atomic_add(counts + FAILED, 1, sem="relaxed")
+                store_row(gpu_pool, row, words, WORDS, BLOCK)
+            if row >= 0:
+                tl.store(host_to_gpu + before, -1, mask=before >= 0)
+                tl.store(gpu_to_host + row, slot)
+                num_recalled += 1
+                num_evicted += (before >= 0).to(tl.int32)
+            tl.store(host_to_gpu + slot, row)
+            # Each load of a link comes before the store that replaces it because one warp runs them in order.
+            while current != entry:
+                following = -2 - tl.load(rows + current)
+                tl.store(rows + current, -1 if WARM else row)
+                current = following
+            tl.store(rows + entry, row)
+        tl.store(miss_rows + i, row)
+        i += tl.num_programs(0)
+        slot = tl.load(miss_slots + i, mask=i < n, other=-1)
+        entry = tl.load(miss_entries + i, mask=i < n, other=-1)
+        listed = tl.load(candidates + skip + i, mask=skip + i < C, other=-1)
+    if not WARM:
+        if num_recalled > 0:
+            tl.atomic_add(counts + RECALLED, num_recalled, sem="relaxed")
+        if num_evicted > 0:
+            tl.atomic_add(counts + EVICTED, num_evicted, sem="relaxed")
+
+
+@triton.jit
+def release_kernel(blocks, priority, gpu_to_host, host_to_gpu, num_rows, num_slots, S: tl.constexpr):
+    group = tl.program_id(1)
+    place = group.to(tl.int64) * num_slots + tl.load(blocks + tl.program_id(0)) * S + tl.arange(0, S)
+    row = tl.load(host_to_gpu + place)
+    tl.store(priority + group * num_rows + row, tl.full([S], -1, tl.int32), mask=row >= 0)
+    tl.store(gpu_to_host + group * num_rows + row, tl.full([S], -1, tl.int32), mask=row >= 0)
+    tl.store(host_to_gpu + place, tl.full([S], -1, tl.int32))
+
+
+@triton.jit
+def violations_kernel(found, priority, gpu_to_host, host_to_gpu, counts, step, num_rows, num_slots, E: tl.constexpr):
+    group = tl.program_id(1)
+    priority += group * num_rows
+    gpu_to_host += group * num_rows
+    host_to_gpu += group.to(tl.int64) * num_slots
+    found += group * 4
+    items = tl.program_id(0) * E + tl.arange(0, E)
+    is_row = items < num_rows
+    slot = tl.load(gpu_to_host + items, mask=is_row, other=-1)
+    last_used = tl.load(priority + items, mask=is_row, other=-1)
+    linked = (slot >= 0) & (slot < num_slots)
+    back = tl.load(host_to_gpu + slot, mask=linked, other=-1)
+    in_use = (last_used >= 0) & (last_used <= tl.load(step))
+    wrong_rows = (slot != -1) & ((~linked) | (back != items))
+    wrong_state = is_row & tl.where(slot == -1, last_used != -1, ~in_use)
+    is_slot = items < num_slots
+    row = tl.load(host_to_gpu + items, mask=is_slot, other=-1)
+    resident = (row >= 0) & (row < num_rows)
+    forth = tl.load(gpu_to_host + row, mask=resident, other=-1)
+    wrong_slots = (row >= 0) & ((~resident) | (forth != items))
+    tl.atomic_add(found, tl.sum(wrong_rows.to(tl.int32)), sem="relaxed")
+    tl.atomic_add(found + 1, tl.sum(wrong_slots.to(tl.int32)), sem="relaxed")
+    tl.atomic_add(found + 2, tl.sum(wrong_state.to(tl.int32)), sem="relaxed")
+    left_behind = tl.sum((row < -1).to(tl.int32))
+    if tl.program_id(0) == 0:
+        left_behind += tl.load(counts + group * NUM_COUNTS + FAILED)
+    tl.atomic_add(found + 3, left_behind, sem="relaxed")
+
+
+def begin_step(maps: GroupMaps, step: Tensor) -> None:
+    """See the reference; also lists the rows that this step may take. Three launches for all groups together."""
+    num_groups, num_rows = maps.priority.shape
+    count_kernel[(triton.cdiv(num_rows, SCAN_ROWS), num_groups)](
+        maps.priority, maps.age_bins, step, num_rows, R=SCAN_ROWS
+    )
+    prepare_kernel[(num_groups,)](
+        maps.counts, maps.age_bins, maps.totals, step, num_rows, maps.candidates.shape[1], num_warps=1
+    )
+    _list(maps, step, only_free=False)
+
+
+def append(maps: GroupMaps, slots: Tensor, step: Tensor) -> Tensor:
+    """See the reference. One launch; a batch takes the first len(slots) candidates."""
+    num_groups, num_rows = maps.priority.shape
+    rows = torch.empty((num_groups, slots.shape[0]), dtype=torch.int32, device=slots.device)
+    if slots.shape[0] == 0:
+        return rows
+    append_kernel[(slots.shape[0], num_groups)](
+        slots,
+        rows,
+        maps.priority,
+        maps.gpu_to_host,
+        maps.host_to_gpu,
+        maps.candidates,
+        maps.counts,
+        step,
+        num_rows,
+        maps.host_to_gpu.shape[1],
+        maps.candidates.shape[1],
+        W=WINDOW_ROWS,
+        num_warps=1,
+    )
+    return rows
+
+
+def resolve(
+    maps: GroupMaps, selected: Tensor, step: Tensor, host_rows: Tensor, gpu_rows: Tensor, *, max_delay: int = 0
+) -> Resolution:
+    """See the reference. Two launches; `host_rows` is pinned memory. `max_delay` > 0 delays programs (tests of races).
+
+    The lists of misses have room for all entries; `miss_count` is valid until the next `begin_step`.
+    """
+    assert maps.priority.shape[0] == 1 and selected.is_contiguous(), (maps.priority.shape, selected.stride())
+    rows = torch.empty_like(selected)
+    miss_slots, miss_rows = _mark_and_place(
+        maps,
+        selected,
+        rows,
+        step,
+        host_rows,
+        gpu_rows,
+        miss_count=maps.counts[0, layout.MISSING :],
+        listed_count=maps.counts[0, layout.NUM_LISTED :],
+        # The step's appended tokens, one per batch row, took the first candidates.
+        skip=selected.shape[0],
+        warm=False,
+        max_delay=max_delay,
+    )
+    return Resolution(rows, miss_slots, miss_rows, maps.counts[0, layout.MISSING : layout.MISSING + 1])
+
+
+def warm(maps: GroupMaps, slots: Tensor, step: Tensor) -> Tensor:
+    """See the reference. Also lists the free rows anew, which `begin_step` does again."""
+    rows = torch.empty_like(slots)
+    if slots.shape[0] == 0:
+        return rows
+    num_warmed = maps.counts[0, layout.NUM_WARMED :]
+    num_warmed[:1].zero_()
+    num_free = maps.age_bins[0, 1, layout.AGE_BINS - 1 :]
+    num_free.zero_()
+    _list(maps, step, only_free=True)
+    _mark_and_place(
+        maps,
+        slots,
+        rows,
+        step,
+        None,
+        None,
+        miss_count=num_warmed,
+        listed_count=num_free,
+        skip=0,
+        warm=True,
+        max_delay=0,
+    )
+    return rows
+
+
+def release(maps: GroupMaps, blocks: Tensor) -> None:
+    """See the reference. One launch."""
+    num_groups, num_rows = maps.priority.shape
+    release_kernel[(blocks.shape[0], num_groups)](
+        blocks,
+        maps.priority,
+        maps.gpu_to_host,
+        maps.host_to_gpu,
+        num_rows,
+        maps.host_to_gpu.shape[1],
+        S=BLOCK_SIZE,
+        num_warps=1,
+    )
+
+
+def violations(maps: GroupMaps, step: Tensor) -> Tensor:
+    """See the reference. One launch, so that it can run after every layer of a captured step."""
+    num_groups, num_rows = maps.priority.shape
+    num_slots = maps.host_to_gpu.shape[1]
+    found = torch.zeros((num_groups, 4), dtype=torch.int32, device=step.device)
+    violations_kernel[(triton.cdiv(max(num_rows, num_slots), CHECK_ITEMS), num_groups)](
+        found,
+        maps.priority,
+        maps.gpu_to_host,
+        maps.host_to_gpu,
+        maps.counts,
+        step,
+        num_rows,
+        num_slots,
+        E=CHECK_ITEMS,
+    )
+    return found
+
+
+def _list(maps: GroupMaps, step: Tensor, *, only_free: bool) -> None:
+    num_groups, num_rows = maps.priority.shape
+    list_kernel[(triton.cdiv(num_rows, SCAN_ROWS), num_groups)](
+        maps.priority,
+        maps.candidates,
+        maps.age_bins,
+        step,
+        num_rows,
+        maps.candidates.shape[1],
+        ONLY_FREE=only_free,
+        R=SCAN_ROWS,
+    )
+
+
+def _mark_and_place(
+    maps: GroupMaps,
+    selected: Tensor,
+    rows: Tensor,
+    step: Tensor,
+    host_rows: Tensor | None,
+    gpu_rows: Tensor | None,
+    *,
+    miss_count: Tensor,
+    listed_count: Tensor,
+    skip: int,
+    warm: bool,
+    max_delay: int,
+) -> tuple[Tensor, Tensor]:
+    """Both boundaries of a resolve (or of a warm start, which copies nothing); returns miss_slots and miss_rows."""
+    n = selected.numel()
+    miss_slots, miss_entries, miss_rows = torch.empty((3, n), dtype=torch.int32, device=selected.device)
+    mark_kernel[(triton.cdiv(n, MARK_ENTRIES),)](
+        selected,
+        rows,
+        miss_slots,
+        miss_entries,
+        miss_count,
+        maps.priority,
+        maps.host_to_gpu,
+        maps.counts,
+        step,
+        n,
+        WARM=warm,
+        DELAY=max_delay,
+        E=MARK_ENTRIES,
+        num_warps=1,
+    )
+    host_words, words = (rows, 1) if host_rows is None else row_words(host_rows)
+    gpu_words = rows if gpu_rows is None else row_words(gpu_rows)[0]
+    place_kernel[(min(n, PLACE_PROGRAMS),)](
+        rows,
+        miss_slots,
+        miss_entries,
+        miss_rows,
+        miss_count,
+        host_words,
+        gpu_words,
+        maps.priority,
+        maps.gpu_to_host,
+        maps.host_to_gpu,
+        maps.candidates,
+        listed_count,
+        maps.counts,
+        step,
+        n,
+        skip,
+        maps.priority.shape[1],
+        maps.candidates.shape[1],
+        WARM=warm,
+        DELAY=max_delay,
+        WORDS=words,
+        BLOCK=triton.next_power_of_2(words),
+        W=WINDOW_ROWS,
+        num_warps=1,
+    )
+    return miss_slots, miss_rows
