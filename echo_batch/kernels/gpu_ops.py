@@ -5,13 +5,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.cuda import runtime
 from echo_batch.kernels.cuda import topk as cuda_topk
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.libs.deep_gemm import DeepGemm, load_deep_gemm
 from echo_batch.kernels.libs.flash_mla import FlashMla, load_flash_mla
 from echo_batch.kernels.ops import Ops
-from echo_batch.kernels.triton import attention, indexer, linear, moe, norm_rope, rows, topk
+from echo_batch.kernels.triton import attention, fused, indexer, linear, moe, norm_rope, rows, topk
 from echo_batch.kernels.weights import QuantizedWeight, Weight
 
 
@@ -40,14 +41,13 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         reference,
         linear=found.linear,
         linear_fp32=linear.linear_fp32,
-        rms_norm=norm_rope.rms_norm,
-        add_rms_norm=norm_rope.add_rms_norm,
-        layer_norm=norm_rope.layer_norm,
+        norm_activation=norm_rope.norm_activation,
         rope_angles=norm_rope.rope_angles,
-        apply_rope=norm_rope.apply_rope,
-        hadamard=norm_rope.hadamard,
+        latent_inputs=fused.latent_inputs,
+        index_query=fused.index_query,
+        absorbed_query=fused.absorbed_query,
         route=moe.route,
-        swiglu=moe.swiglu,
+        swiglu_activation=moe.swiglu_activation,
         routed_experts=found.routed_experts,
         pack_kv_rows=rows.pack_kv_rows,
         pack_index_keys=rows.pack_index_keys,
@@ -67,20 +67,20 @@ class _Dispatch:
 
     libraries: GpuLibraries
 
-    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+    def linear(self, x: Activation, weight: Weight) -> Tensor:
         library = self.libraries.deep_gemm
-        if library is not None and isinstance(weight, QuantizedWeight) and library.supports(weight, x):
+        if library is not None and isinstance(weight, QuantizedWeight) and library.supports(weight, x.values.dtype):
             return library.linear(x, weight)
         return linear.linear(x, weight)
 
-    def routed_experts(self, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def routed_experts(self, x: Activation, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         library = self.libraries.deep_gemm
         if (
             library is not None
             and isinstance(gate_up, QuantizedWeight)
             and isinstance(down, QuantizedWeight)
-            and library.supports(gate_up, x)
-            and library.supports(down, x)
+            and library.supports(gate_up, x.values.dtype)
+            and library.supports(down, x.values.dtype)
         ):
             return library.routed_experts(x, experts, weights, gate_up, down)
         return moe.routed_experts(x, experts, weights, gate_up, down)

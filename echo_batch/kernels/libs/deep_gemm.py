@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.triton.moe import combine
 from echo_batch.kernels.triton.moe_layout import dispatch, expert_rows, swiglu_quantize_rows
-from echo_batch.kernels.triton.quant import quantize_groups
+from echo_batch.kernels.triton.quant import quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 
 _ROWS_PER_BLOCK = 128
@@ -100,11 +101,11 @@ class DeepGemm:
             scores = self.module.fp8_fp4_mqa_logits((query, None), (values, scale), weights, starts, row_ends, 0)
         return scores[:, : keys.shape[0]]
 
-    def supports(self, weight: Weight, x: Tensor) -> bool:
-        """Whether its GEMMs take this weight (2-D, or a stack of experts) with activations like x."""
+    def supports(self, weight: Weight, dtype: torch.dtype) -> bool:
+        """Whether its GEMMs take this weight (2-D, or a stack of experts) with activations of this compute dtype."""
         return (
             isinstance(weight, QuantizedWeight)
-            and x.dtype == torch.bfloat16
+            and dtype == torch.bfloat16
             and weight.data.shape[-2] % 64 == 0
             and weight.data.shape[-1] % QUANT_BLOCK == 0
         )
@@ -116,31 +117,30 @@ class DeepGemm:
             self.module.fp8_gemm_nt((values, scale), (weight.data, weight.scale), out)
         return out
 
-    def linear(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+    def linear(self, x: Activation, weight: QuantizedWeight) -> Tensor:
         """As reference.linear.linear for weights that it `supports`."""
-        values, scale = quantize_groups(x, ue8m0=weight.ue8m0)
-        return self.fp8_linear(values, scale, weight, x.dtype)
+        return self.fp8_linear(*quantized(x, weight.ue8m0), weight, x.values.dtype)
 
     def routed_experts(
-        self, x: Tensor, experts: Tensor, weights: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+        self, x: Activation, experts: Tensor, weights: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
     ) -> Tensor:
         """As reference.moe.routed_experts for weights that it `supports`."""
-        num_tokens, width = x.shape
+        num_tokens, width = x.values.shape
+        dtype, device = x.values.dtype, x.values.device
         if num_tokens == 0:
-            return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+            return torch.zeros(0, width, dtype=torch.float32, device=device)
         num_experts, inner = gate_up.shape[0], down.shape[2]
         masked = num_tokens <= MAX_MASKED_TOKENS
         per_expert = -(-num_tokens // _ROWS_PER_BLOCK) * _ROWS_PER_BLOCK if masked else 0
         alignment = 0 if masked else self.module.get_mk_alignment_for_contiguous_layout()
         rows = expert_rows(experts.contiguous(), num_experts, rows_per_expert=per_expert, alignment=alignment)
-        values, scale = quantize_groups(x, ue8m0=gate_up.ue8m0)
-        values, scale = dispatch(values, scale, rows, per_expert)
+        values, scale = dispatch(*quantized(x, gate_up.ue8m0), rows, per_expert)
         # A constant for the shape: the launch must not depend on the routing.
         expected = max(1, min(num_tokens, experts.numel() // num_experts))
-        hidden = torch.empty(rows.num_rows, 2 * inner, dtype=x.dtype, device=x.device)
+        hidden = torch.empty(rows.num_rows, 2 * inner, dtype=dtype, device=device)
         self._grouped(values, scale, gate_up, hidden, rows.experts_of_rows, per_expert, expected)
         values, scale = swiglu_quantize_rows(hidden, rows, per_expert, ue8m0=down.ue8m0)
-        partials = torch.empty(rows.num_rows, width, dtype=x.dtype, device=x.device)
+        partials = torch.empty(rows.num_rows, width, dtype=dtype, device=device)
         self._grouped(values, scale, down, partials, rows.experts_of_rows, per_expert, expected)
         return combine(partials, rows.row_of_pair, weights.contiguous())
 

@@ -1,37 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""A layer's small steps between its GEMMs, each group in one launch; the same roundings as the single ops.
+"""A layer's small steps between its GEMMs, each group in one launch; contracts of reference.fused.
 
-Every intermediate that the single ops would round to the model's dtype is rounded here too, so that a model gives the
-same bits with either.
+Every intermediate that the reference rounds to the compute dtype is rounded here too.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
-from echo_batch.kernels.triton.norm_rope import hadamard_dot, rotate
+from echo_batch.kernels.reference.fused import LatentInputs
+from echo_batch.kernels.triton.norm_rope import apply_rope, hadamard_dot, rotate
 from echo_batch.kernels.triton.quant import dot_type, empty_scales, group_scale, quantize_last, to_fp8
 from echo_batch.kernels.triton.rows import store_kv_row
 from echo_batch.kernels.weights import QUANT_BLOCK
-
-
-class LatentInputs(NamedTuple):
-    """What `latent_inputs` makes of the first projection. The index key is None on layers without an indexer."""
-
-    q_normed: Tensor
-    """[T, q_lora_rank] in the input's dtype"""
-    q_values: Tensor
-    """the same as e4m3"""
-    q_scale: Tensor
-    """fp32 [T, q_lora_rank / 128], stored group-major"""
-    kv_row: Tensor
-    """uint8 [T, row_bytes]"""
-    index_key: Tensor | None
-    """uint8 [T, index row_bytes]"""
 
 
 @triton.jit
@@ -58,6 +42,7 @@ def _query_part(
     scale_group_stride,
     width,
     eps,
+    QUANTIZE: tl.constexpr,
     UE8M0: tl.constexpr,
     WIDTH_P2: tl.constexpr,
     GROUP: tl.constexpr,
@@ -69,12 +54,13 @@ def _query_part(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     normed = _rms(x, weight, width.to(tl.float32), eps).to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + column, normed, mask=inside)
-    grouped = tl.reshape(normed.to(tl.float32), (WIDTH_P2 // GROUP, GROUP))
-    scale = group_scale(tl.max(tl.abs(grouped), 1), UE8M0)
-    values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape))
-    tl.store(values_ptr + column, tl.reshape(values, (WIDTH_P2,)), mask=inside)
-    group = tl.arange(0, WIDTH_P2 // GROUP)
-    tl.store(scale_ptr + group * scale_group_stride, scale, mask=group * GROUP < width)
+    if QUANTIZE:
+        grouped = tl.reshape(normed.to(tl.float32), (WIDTH_P2 // GROUP, GROUP))
+        scale = group_scale(tl.max(tl.abs(grouped), 1), UE8M0)
+        values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape))
+        tl.store(values_ptr + column, tl.reshape(values, (WIDTH_P2,)), mask=inside)
+        group = tl.arange(0, WIDTH_P2 // GROUP)
+        tl.store(scale_ptr + group * scale_group_stride, scale, mask=group * GROUP < width)
 
 
 @triton.jit
@@ -114,12 +100,13 @@ def _key_part(
     row_ptr,
     eps,
     hadamard_factor,
+    FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROPE: tl.constexpr,
     DIM: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """LayerNorm, rotation, Hadamard and packing of one token's index key."""
+    """LayerNorm, rotation, Hadamard (fp8 only) and packing of one token's index key."""
     dtype = x_ptr.dtype.element_ty
     column = tl.arange(0, DIM)
     half = tl.arange(0, ROPE // 2)
@@ -133,13 +120,16 @@ def _key_part(
     tile = tl.broadcast_to(normed[None, :], (16, DIM))
     cos, sin = tl.load(cos_ptr + half)[None, :], tl.load(sin_ptr + half)[None, :]
     tile = rotate_first(tile, cos, sin, INTERLEAVED, 16, ROPE, DIM).to(dtype)
-    key = (hadamard_dot(tile, COMPUTE, DIM) * hadamard_factor).to(dtype).to(tl.float32)
-    values, scale = quantize_last(key, True)
     row = tl.arange(0, 16)
-    at = row_ptr + row[:, None] * 0 + column[None, :]
-    tl.store(at, values.to(tl.uint8, bitcast=True), mask=(row == 0)[:, None])
-    scale_ptr = (row_ptr + DIM).to(tl.pointer_type(tl.float32))
-    tl.store(scale_ptr + row, scale, mask=row == 0)
+    is_first = (row == 0)[:, None]
+    if FP8:
+        key = (hadamard_dot(tile, COMPUTE, DIM) * hadamard_factor).to(dtype).to(tl.float32)
+        values, scale = quantize_last(key, True)
+        tl.store(row_ptr + row[:, None] * 0 + column[None, :], values.to(tl.uint8, bitcast=True), mask=is_first)
+        tl.store((row_ptr + DIM).to(tl.pointer_type(tl.float32)) + row, scale, mask=row == 0)
+    else:
+        typed_ptr = row_ptr.to(tl.pointer_type(tl.float32))
+        tl.store(typed_ptr + row[:, None] * 0 + column[None, :], tile.to(tl.float32), mask=is_first)
 
 
 @triton.jit
@@ -170,7 +160,9 @@ def _latent_kernel(
     INTERLEAVED: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
     ROW_FORMAT: tl.constexpr,
-    Q_UE8M0: tl.constexpr,
+    INDEX_FP8: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    UE8M0: tl.constexpr,
     Q_P2: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -196,7 +188,8 @@ def _latent_kernel(
             scale_group_stride,
             q_rank,
             eps,
-            Q_UE8M0,
+            QUANTIZE,
+            UE8M0,
             Q_P2,
             GROUP,
         )
@@ -215,6 +208,7 @@ def _latent_kernel(
             key_row_ptr,
             key_eps,
             hadamard_factor,
+            INDEX_FP8,
             INDEX_INTERLEAVED,
             ROPE,
             INDEX_DIM,
@@ -237,25 +231,27 @@ def latent_inputs(
     index_interleaved: bool,
     row_format: RowFormat,
     index_format: IndexFormat,
-    q_ue8m0: bool,
+    ue8m0: bool | None,
 ) -> LatentInputs:
-    """After the first projection: norms, rotation, quantization and packing (spec sections 3.1, 3.3).
+    """After the first projection: norms, rotation, quantization and packing; as reference.fused.latent_inputs.
 
     a [T, q_rank + (128 with an indexer) + 512 + 64]: q_a, index key, latent, rope part. cos, sin fp32 [T, 32];
     q_weight fp32 [q_rank], kv_weight fp32 [512]; key_weight, key_bias fp32 [128] of the index key's LayerNorm, None
-    without an indexer. The index format must be fp8.
+    without an indexer. With ue8m0 not None q_rank must be a multiple of 128.
     """
     num_tokens, width = a.shape
-    assert a.stride(1) == 1 and index_format.kind == "fp8"
+    assert a.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous()
     latent, rope = row_format.latent_dim, row_format.rope_dim
     has_indexer = key_weight is not None
     index_dim = index_format.head_dim if has_indexer else 0
     q_rank = width - index_dim - latent - rope
-    assert q_weight.shape[0] == q_rank and q_rank % QUANT_BLOCK == 0, (q_weight.shape, q_rank)
+    assert q_weight.shape[0] == q_rank and (ue8m0 is None or q_rank % QUANT_BLOCK == 0), (q_weight.shape, q_rank)
     device = a.device
     q_normed = torch.empty(num_tokens, q_rank, dtype=a.dtype, device=device)
-    q_values = torch.empty(num_tokens, q_rank, dtype=torch.float8_e4m3fn, device=device)
-    q_scale = empty_scales(num_tokens, q_rank // QUANT_BLOCK, device)
+    query = Activation(q_normed)
+    if ue8m0 is not None:
+        q_values = torch.empty(num_tokens, q_rank, dtype=torch.float8_e4m3fn, device=device)
+        query = Activation(q_normed, q_values, empty_scales(num_tokens, q_rank // QUANT_BLOCK, device))
     kv_row = torch.empty(num_tokens, row_format.row_bytes, dtype=torch.uint8, device=device)
     index_key = torch.empty(num_tokens, index_format.row_bytes, dtype=torch.uint8, device=device)
     if num_tokens:
@@ -268,13 +264,13 @@ def latent_inputs(
             cos,
             sin,
             q_normed,
-            q_values,
-            q_scale,
+            q_normed if query.quantized is None else query.quantized,
+            q_weight if query.scale is None else query.scale,
             kv_row,
             index_key,
             a.stride(0),
-            q_scale.stride(0),
-            q_scale.stride(1),
+            0 if query.scale is None else query.scale.stride(0),
+            0 if query.scale is None else query.scale.stride(1),
             q_rank,
             index_dim,
             row_format.row_bytes,
@@ -286,7 +282,9 @@ def latent_inputs(
             INTERLEAVED=interleaved,
             INDEX_INTERLEAVED=index_interleaved,
             ROW_FORMAT=row_format.kind,
-            Q_UE8M0=q_ue8m0,
+            INDEX_FP8=index_format.kind == "fp8",
+            QUANTIZE=ue8m0 is not None,
+            UE8M0=bool(ue8m0),
             Q_P2=max(QUANT_BLOCK, triton.next_power_of_2(q_rank)),
             LATENT=latent,
             ROPE=rope,
@@ -295,7 +293,7 @@ def latent_inputs(
             COMPUTE=dot_type(a),
             num_warps=4,
         )
-    return LatentInputs(q_normed, q_values, q_scale, kv_row, index_key if has_indexer else None)
+    return LatentInputs(query, kv_row, index_key if has_indexer else None)
 
 
 @triton.jit
@@ -311,6 +309,7 @@ def _index_query_kernel(
     head_stride,
     factor,
     hadamard_factor,
+    FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     ROPE: tl.constexpr,
@@ -328,26 +327,31 @@ def _index_query_kernel(
     cos = tl.load(cos_ptr + token * (ROPE // 2) + half)[None, :]
     sin = tl.load(sin_ptr + token * (ROPE // 2) + half)[None, :]
     x = rotate_first(x, cos, sin, INTERLEAVED, HEADS, ROPE, DIM).to(dtype)
-    x = (hadamard_dot(x, COMPUTE, DIM) * hadamard_factor).to(dtype).to(tl.float32)
-    values, scale = quantize_last(x, True)
     flat = token * num_heads + head
-    tl.store(values_ptr + flat[:, None] * DIM + column[None, :], values, mask=inside)
-    logits = tl.load(logits_ptr + flat, mask=head < num_heads, other=0.0)
-    tl.store(weights_ptr + flat, logits * factor * scale, mask=head < num_heads)
+    weights = tl.load(logits_ptr + flat, mask=head < num_heads, other=0.0) * factor
+    value_ptrs = values_ptr + flat[:, None] * DIM + column[None, :]
+    if FP8:
+        x = (hadamard_dot(x, COMPUTE, DIM) * hadamard_factor).to(dtype).to(tl.float32)
+        values, scale = quantize_last(x, True)
+        weights *= scale
+        tl.store(value_ptrs, values, mask=inside)
+    else:
+        tl.store(value_ptrs, x.to(tl.float32), mask=inside)
+    tl.store(weights_ptr + flat, weights, mask=head < num_heads)
 
 
 def index_query(
-    query: Tensor, cos: Tensor, sin: Tensor, head_logits: Tensor, *, interleaved: bool
+    query: Tensor, cos: Tensor, sin: Tensor, head_logits: Tensor, *, interleaved: bool, index_format: IndexFormat
 ) -> tuple[Tensor, Tensor]:
-    """Indexer query: rotation of its first half, Hadamard, ue8m0 quantization, and the head weights (spec section 3.3).
+    """Indexer query (rotation of its first half, Hadamard, ue8m0 quantization) and head weights (spec section 3.3).
 
-    query [T, Hi, 128] (unit stride in the last dimension), cos, sin fp32 [T, 32], head_logits fp32 [T, Hi]
-    (x times weights_proj) -> e4m3 [T, Hi, 128] and fp32 weights [T, Hi] with both constants and the query
-    scale folded in.
+    query [T, Hi, 128] (unit stride in the last dimension), cos, sin fp32 [T, 32], head_logits fp32 [T, Hi] -> (e4m3, or
+    fp32 with an fp32 index format, [T, Hi, 128]; fp32 [T, Hi] with both constants and the query's scale folded in).
     """
     num_tokens, num_heads, dim = query.shape
     assert query.stride(2) == 1 and head_logits.is_contiguous()
-    values = torch.empty(query.shape, dtype=torch.float8_e4m3fn, device=query.device)
+    fp8 = index_format.kind == "fp8"
+    values = torch.empty(query.shape, dtype=torch.float8_e4m3fn if fp8 else torch.float32, device=query.device)
     weights = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=query.device)
     if num_tokens:
         _index_query_kernel[(num_tokens, triton.cdiv(num_heads, 16))](
@@ -362,6 +366,7 @@ def index_query(
             query.stride(1),
             num_heads**-0.5 * dim**-0.5,
             dim**-0.5,
+            FP8=fp8,
             INTERLEAVED=interleaved,
             HEADS=16,
             ROPE=2 * cos.shape[1],
@@ -370,3 +375,15 @@ def index_query(
             num_warps=4,
         )
     return values, weights
+
+
+def absorbed_query(query: Tensor, key_up: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """query [T, H, nope + rope], key_up [H, nope, 512] -> [T, H, 512 + rope], as in a KV row (spec section 3.5)."""
+    num_tokens, num_heads, width = query.shape
+    nope, latent = key_up.shape[1:]
+    out = torch.empty(num_tokens, num_heads, latent + width - nope, dtype=query.dtype, device=query.device)
+    if num_tokens:
+        # Both parts are written in place; joining them would copy the larger one.
+        torch.bmm(query[..., :nope].transpose(0, 1), key_up, out=out[..., :latent].transpose(0, 1))
+        apply_rope(query[..., nope:], cos, sin, interleaved, out=out[..., latent:])
+    return out

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echo_batch.kernels.triton.quant import quantize_groups
+from echo_batch.kernels.activation import Activation
+from echo_batch.kernels.triton.quant import quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 
 _TARGET_PROGRAMS = 264
@@ -114,15 +115,11 @@ def fp8_linear(values: Tensor, scale: Tensor, weight: QuantizedWeight, dtype: to
     return out
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, in] times weight [out, in] transposed -> [T, out] in x's dtype.
-
-    With a QuantizedWeight x is quantized per group of 128 first; `in` must be a multiple of 128.
-    """
+def linear(x: Activation, weight: Weight) -> Tensor:
+    """x [T, in] times weight [out, in] transposed -> [T, out] in the compute dtype; as reference.linear.linear."""
     if isinstance(weight, QuantizedWeight):
-        values, scale = quantize_groups(x, ue8m0=weight.ue8m0)
-        return fp8_linear(values, scale, weight, x.dtype)
-    return F.linear(x, weight)
+        return fp8_linear(*quantized(x, weight.ue8m0), weight, x.values.dtype)
+    return F.linear(x.values, weight)
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:

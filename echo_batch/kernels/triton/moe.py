@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echo_batch.kernels.triton.quant import dot_type, quantize_groups, swiglu_quantize
+from echo_batch.kernels.activation import Activation, quantization_for
+from echo_batch.kernels.triton.quant import dot_type, quantized, swiglu_quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 
 
@@ -254,55 +255,65 @@ def combine(partials: Tensor, row_of_pair: Tensor, weights: Tensor) -> Tensor:
 
 
 def _grouped_linear(
-    x: Tensor, x_scale: Tensor | None, weight: Weight, order: Tensor, block_expert: Tensor, out: Tensor, block_m: int
+    x: Activation, weight: Weight, order: Tensor, block_expert: Tensor, out: Tensor, block_m: int
 ) -> None:
     """out [P, N]: row p from x row p // (P / rows of x) and its expert, for the pairs in `order`."""
-    quantized = isinstance(weight, QuantizedWeight)
-    data = weight.data if isinstance(weight, QuantizedWeight) else weight
-    assert x.is_contiguous() and data.is_contiguous()
+    if isinstance(weight, QuantizedWeight):
+        values, scale = quantized(x, weight.ue8m0)
+        data, weight_scale = weight.data, weight.scale
+    else:
+        values = scale = x.values.contiguous()
+        data = weight_scale = weight
+    assert values.is_contiguous() and data.is_contiguous() and weight_scale.is_contiguous()
     num_columns, inner = data.shape[1:]
     block_n = 64 if block_m == 16 else 128
     _grouped_linear_kernel[(block_expert.shape[0], triton.cdiv(num_columns, block_n))](
-        x,
-        x if x_scale is None else x_scale,
+        values,
+        scale,
         data,
-        weight.scale if isinstance(weight, QuantizedWeight) else data,
+        weight_scale,
         order,
         block_expert,
         out,
         num_columns,
         inner,
-        out.shape[0] // x.shape[0],
-        0 if x_scale is None else x_scale.stride(0),
-        0 if x_scale is None else x_scale.stride(1),
-        QUANTIZED=quantized,
+        out.shape[0] // values.shape[0],
+        scale.stride(0),
+        scale.stride(1),
+        QUANTIZED=isinstance(weight, QuantizedWeight),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        GROUP=QUANT_BLOCK if quantized else 64,
-        COMPUTE=dot_type(data),
+        GROUP=QUANT_BLOCK if isinstance(weight, QuantizedWeight) else 64,
+        COMPUTE=dot_type(x.values),
         num_warps=4,
         num_stages=3,
     )
 
 
-def routed_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def swiglu_activation(gate_up: Tensor, ue8m0: bool | None) -> Activation:
+    """`swiglu` as the input of a linear: with `ue8m0` not None also quantized, from the product before rounding."""
+    return Activation(swiglu(gate_up)) if ue8m0 is None else swiglu_quantized(gate_up, ue8m0=ue8m0)
+
+
+def routed_experts(x: Activation, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """Weighted sum of each token's experts; as reference.moe.routed_experts.
 
     x [T, D], experts int32 [T, k] (-1 = none), weights fp32 [T, k], gate_up [E, 2I, D], down [E, D, I] -> fp32 [T, D].
     A pair (token, slot) has a partial of its own; partials are summed in fp32 in slot order.
     """
-    num_tokens, width = x.shape
+    num_tokens, width = x.values.shape
+    dtype, device = x.values.dtype, x.values.device
     num_slots, num_experts = experts.shape[1], gate_up.shape[0]
     num_pairs = num_tokens * num_slots
     if num_tokens == 0:
-        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return torch.zeros(0, width, dtype=torch.float32, device=device)
     experts, weights = experts.contiguous(), weights.contiguous()
     block_m = 16 if num_pairs <= 16 * num_experts else 64
     # An expert's last block may be partly filled, and no block is empty.
     max_blocks = min(num_pairs, num_pairs // block_m + num_experts)
-    order = torch.empty(max_blocks * block_m, dtype=torch.int32, device=x.device)
-    row_of_pair = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
-    block_expert = torch.empty(max_blocks, dtype=torch.int32, device=x.device)
+    order = torch.empty(max_blocks * block_m, dtype=torch.int32, device=device)
+    row_of_pair = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    block_expert = torch.empty(max_blocks, dtype=torch.int32, device=device)
     _group_kernel[(num_experts,)](
         experts,
         order,
@@ -316,15 +327,8 @@ def routed_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight,
         CHUNK=1024,
         num_warps=4,
     )
-    hidden = torch.empty(num_pairs, gate_up.shape[1], dtype=x.dtype, device=x.device)
-    partials = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
-    scale: Tensor | None = None
-    if isinstance(gate_up, QuantizedWeight):
-        x, scale = quantize_groups(x, ue8m0=gate_up.ue8m0)
-    _grouped_linear(x.contiguous(), scale, gate_up, order, block_expert, hidden, block_m)
-    if isinstance(down, QuantizedWeight):
-        activated, scale = swiglu_quantize(hidden, ue8m0=down.ue8m0)
-    else:
-        activated, scale = swiglu(hidden), None
-    _grouped_linear(activated, scale, down, order, block_expert, partials, block_m)
+    hidden = torch.empty(num_pairs, gate_up.shape[1], dtype=dtype, device=device)
+    partials = torch.empty(num_pairs, width, dtype=dtype, device=device)
+    _grouped_linear(x, gate_up, order, block_expert, hidden, block_m)
+    _grouped_linear(swiglu_activation(hidden, quantization_for(down)), down, order, block_expert, partials, block_m)
     return combine(partials, row_of_pair, weights)

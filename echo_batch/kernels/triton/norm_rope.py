@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.triton.quant import dot_type, empty_scales, group_scale, to_fp8
 from echo_batch.kernels.weights import QUANT_BLOCK
 
@@ -103,13 +104,12 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
     return total, normed
 
 
-def add_rms_norm_quantize(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, ue8m0: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`add_rms_norm`, and its second result quantized: (sum, normed, e4m3 [T, D], fp32 scales [T, D / 128])."""
-    total, normed, values, scale = _rms_norm(hidden, delta, weight, eps, quantize=True, ue8m0=ue8m0)
-    assert values is not None and scale is not None
-    return total, normed, values, scale
+def norm_activation(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ue8m0: bool | None
+) -> tuple[Tensor, Activation]:
+    """`add_rms_norm`; with `ue8m0` not None its second result is quantized too. One launch."""
+    total, normed, values, scale = _rms_norm(hidden, delta, weight, eps, ue8m0 is not None, bool(ue8m0))
+    return total, Activation(normed, values, scale)
 
 
 @triton.jit

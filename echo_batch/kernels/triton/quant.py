@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.weights import QUANT_BLOCK
 
 
@@ -44,6 +45,7 @@ def quantize_last(values, UE8M0: tl.constexpr):
 @triton.jit
 def _quantize_kernel(
     x_ptr,
+    product_ptr,
     values_ptr,
     scale_ptr,
     num_rows,
@@ -66,6 +68,8 @@ def _quantize_kernel(
     if SWIGLU:
         up = tl.load(x_ptr + at + width, mask=inside, other=0.0).to(tl.float32)
         x = x * tl.sigmoid(x) * up
+        product_ptrs = product_ptr + row.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(product_ptrs, x.to(product_ptr.dtype.element_ty), mask=inside)
     values, scale = quantize_last(x, UE8M0)
     tl.store(values_ptr + row.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
     tl.store(
@@ -86,7 +90,7 @@ def empty_scales(num_rows: int, num_groups: int, device: torch.device) -> Tensor
     return torch.empty(num_groups, padded, dtype=torch.float32, device=device).T[:num_rows]
 
 
-def _quantize(x: Tensor, width: int, ue8m0: bool, swiglu: bool) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, width: int, ue8m0: bool, product: Tensor | None) -> tuple[Tensor, Tensor]:
     assert x.dim() == 2 and x.stride(1) == 1 and width % QUANT_BLOCK == 0, (x.shape, x.stride())
     num_rows, num_groups = x.shape[0], width // QUANT_BLOCK
     values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
@@ -96,6 +100,7 @@ def _quantize(x: Tensor, width: int, ue8m0: bool, swiglu: bool) -> tuple[Tensor,
     rows = 1 if num_rows < 64 else 16
     _quantize_kernel[(triton.cdiv(num_rows, rows), num_groups)](
         x,
+        x if product is None else product,
         values,
         scale,
         num_rows,
@@ -104,7 +109,7 @@ def _quantize(x: Tensor, width: int, ue8m0: bool, swiglu: bool) -> tuple[Tensor,
         scale.stride(0),
         scale.stride(1),
         UE8M0=ue8m0,
-        SWIGLU=swiglu,
+        SWIGLU=product is not None,
         ROWS=rows,
         GROUP=QUANT_BLOCK,
         num_warps=1 if rows == 1 else 4,
@@ -114,12 +119,21 @@ def _quantize(x: Tensor, width: int, ue8m0: bool, swiglu: bool) -> tuple[Tensor,
 
 def quantize_groups(x: Tensor, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """x [T, n * 128] (fp32 or bf16) -> (e4m3 [T, n * 128], fp32 scales [T, n] stored group-major)."""
-    return _quantize(x, x.shape[1], ue8m0, swiglu=False)
+    return _quantize(x, x.shape[1], ue8m0, None)
 
 
-def swiglu_quantize(gate_up: Tensor, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """gate_up [T, 2I] (gate, then up) -> silu(gate) * up as (e4m3 [T, I], fp32 scales [T, I / 128] stored group-major).
+def quantized(x: Activation, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """The quantized form of x and its scales: its producer's if there is one, else made here."""
+    if x.quantized is not None and x.scale is not None:
+        return x.quantized, x.scale
+    return quantize_groups(x.values, ue8m0=ue8m0)
 
-    The product is not rounded to gate_up's dtype before it is quantized.
+
+def swiglu_quantized(gate_up: Tensor, *, ue8m0: bool) -> Activation:
+    """gate_up [T, 2I] (gate, then up) -> silu(gate) * up [T, I], rounded to gate_up's dtype, and quantized.
+
+    What is quantized is the fp32 product, not the rounded one.
     """
-    return _quantize(gate_up, gate_up.shape[1] // 2, ue8m0, swiglu=True)
+    width = gate_up.shape[1] // 2
+    product = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype, device=gate_up.device)
+    return Activation(product, *_quantize(gate_up, width, ue8m0, product))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.reference import linear as reference
 from echo_batch.kernels.triton import linear
 from echo_batch.kernels.weights import QuantizedWeight, block_shape
@@ -19,15 +20,15 @@ def quantized(rows: int, columns: int, seed: int, ue8m0: bool = True) -> Quantiz
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_block_scaled(num_rows: int, num_columns: int, inner: int, dtype: torch.dtype) -> None:
     x, weight = randn(num_rows, inner, seed=1, dtype=dtype), quantized(num_columns, inner, seed=2)
-    got = linear.linear(x, weight)
-    expected = reference.linear(x, weight)
+    got = linear.linear(Activation(x), weight)
+    expected = reference.linear(Activation(x), weight)
     assert got.dtype == dtype
     assert difference(got, expected) < (1e-10 if dtype == torch.float32 else 1e-5)
 
 
 def test_plain_weights() -> None:
     x, weight = randn(3, 64, seed=1), randn(20, 64, seed=2)
-    assert torch.equal(linear.linear(x, weight), reference.linear(x, weight))
+    assert torch.equal(linear.linear(Activation(x), weight), reference.linear(Activation(x), weight))
     assert torch.equal(linear.linear_fp32(x, weight), reference.linear_fp32(x, weight))
 
 
@@ -36,6 +37,6 @@ def test_plain_weights() -> None:
 def test_real_shapes(num_rows: int) -> None:
     for num_columns, inner in ((2240, 7168), (7168, 2048)):
         x, weight = randn(num_rows, inner, seed=1, dtype=torch.bfloat16), quantized(num_columns, inner, seed=2)
-        assert difference(linear.linear(x, weight), reference.linear(x, weight)) < 1e-5
+        assert difference(linear.linear(Activation(x), weight), reference.linear(Activation(x), weight)) < 1e-5
     x, weight = randn(num_rows, 7168, seed=1, dtype=torch.bfloat16), randn(64, 7168, seed=2, dtype=torch.bfloat16)
     assert difference(linear.linear_fp32(x, weight), reference.linear_fp32(x, weight)) < 1e-9

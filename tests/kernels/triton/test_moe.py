@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.reference import moe as reference
 from echo_batch.kernels.triton import moe
 from echo_batch.kernels.weights import QuantizedWeight, block_shape
@@ -48,11 +49,11 @@ def check_experts(
     weights = torch.rand(num_tokens, top_k, generator=generator).to(DEVICE)
     gate_up = stack(num_experts, 2 * inner, width, 3, kind)
     down = stack(num_experts, width, inner, 4, kind)
-    got = moe.routed_experts(x, experts, weights, gate_up, down)
-    expected = reference.routed_experts(x, experts, weights, gate_up, down)
+    got = moe.routed_experts(Activation(x), experts, weights, gate_up, down)
+    expected = reference.routed_experts(Activation(x), experts, weights, gate_up, down)
     assert got.dtype == torch.float32 and not got[0].any()
     assert difference(got, expected) < limit
-    assert torch.equal(got, moe.routed_experts(x, experts, weights, gate_up, down))
+    assert torch.equal(got, moe.routed_experts(Activation(x), experts, weights, gate_up, down))
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("fp32", 1e-11), ("bf16", 10 * BF16_LIMIT), ("fp8", 1e-3)])

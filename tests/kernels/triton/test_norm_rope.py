@@ -32,11 +32,14 @@ def test_add_rms_norm(dtype: torch.dtype, with_delta: bool) -> None:
     total, normed = norm_rope.add_rms_norm(hidden, delta, weight, 1e-5)
     assert difference(total, expected_sum) < LIMIT[dtype]
     assert difference(normed, expected) < LIMIT[dtype]
-    total2, normed2, values, scale = norm_rope.add_rms_norm_quantize(hidden, delta, weight, 1e-5, ue8m0=True)
-    assert torch.equal(total2, total) and torch.equal(normed2, normed)
+    total2, plain = norm_rope.norm_activation(hidden, delta, weight, 1e-5, None)
+    assert plain.quantized is None and torch.equal(plain.values, normed) and torch.equal(total2, total)
+    total2, activation = norm_rope.norm_activation(hidden, delta, weight, 1e-5, True)
+    assert torch.equal(total2, total) and torch.equal(activation.values, normed)
     expected_values, expected_scale = quantize_groups(normed, ue8m0=True)
-    assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
-    assert torch.equal(scale, expected_scale)
+    assert activation.quantized is not None and activation.scale is not None
+    assert torch.equal(activation.quantized.view(torch.uint8), expected_values.view(torch.uint8))
+    assert torch.equal(activation.scale, expected_scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,11 +1,12 @@
 import pytest
 import torch
 
-from echo_batch.kernels.reference.moe import swiglu
+from echo_batch.kernels.activation import Activation
+from echo_batch.kernels.reference.moe import swiglu, swiglu_activation
 from echo_batch.kernels.reference.quant import dequantize_groups
 from echo_batch.kernels.reference.quant import quantize_groups as reference
-from echo_batch.kernels.triton.quant import quantize_groups, swiglu_quantize
-from tests.kernels.triton.common import DEVICE, difference, randn
+from echo_batch.kernels.triton.quant import quantize_groups, quantized, swiglu_quantized
+from tests.kernels.triton.common import BF16_LIMIT, DEVICE, difference, randn
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -32,8 +33,18 @@ def test_many_rows() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 66])
-def test_swiglu_quantize(num_rows: int) -> None:
+def test_swiglu_quantized(num_rows: int) -> None:
     x = randn(num_rows, 512, seed=3, dtype=torch.bfloat16)
-    values, scale = swiglu_quantize(x, ue8m0=True)
-    assert values.shape == (num_rows, 256) and scale.shape == (num_rows, 2)
-    assert difference(dequantize_groups(values, scale), swiglu(x.float())) < 1e-3
+    got, expected = swiglu_quantized(x, ue8m0=True), swiglu_activation(x, True)
+    assert got.quantized is not None and got.scale is not None and expected.scale is not None
+    assert got.values.shape == (num_rows, 256) and got.scale.shape == (num_rows, 2)
+    assert difference(got.values, expected.values) < BF16_LIMIT
+    assert torch.equal(got.scale, expected.scale)
+    assert difference(dequantize_groups(got.quantized, got.scale), swiglu(x.float())) < 1e-3
+
+
+def test_a_producer_s_quantization_is_taken() -> None:
+    x = randn(3, 128, seed=4)
+    made = quantize_groups(x, ue8m0=False)
+    assert quantized(Activation(x, *made), True)[0] is made[0]
+    assert torch.equal(quantized(Activation(x), True)[1], quantize_groups(x, ue8m0=True)[1])

@@ -52,15 +52,21 @@ def predictions(kth: Tensor) -> list[Tensor | None]:
     return [None, kth, kth * 1.05 + 0.01, kth * 0.9 - 0.01, mixed, infinite]
 
 
-def check(op, scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None) -> None:
-    positions, kth = reference(scores, lengths, k)
-    # Whatever lies past a row's length must not matter.
+def dirtied(scores: Tensor, lengths: Tensor) -> Tensor:
+    """The same scores on DEVICE, garbage past each row's length: it must not matter."""
     garbage = torch.tensor([math.nan, math.inf, 1e30, -math.inf]).repeat(scores.shape[1] // 4 + 1)[: scores.shape[1]]
     outside = torch.arange(scores.shape[1])[None, :] >= lengths[:, None]
-    dirty = torch.where(outside, garbage, scores).to(DEVICE)
-    got_positions, got_kth = op(dirty, lengths.to(DEVICE), k, None if predicted is None else predicted.to(DEVICE))
-    assert torch.equal(got_positions.cpu(), positions)
-    assert torch.equal(got_kth.cpu(), kth)
+    return torch.where(outside, garbage, scores).to(DEVICE)
+
+
+def check(ops, scores: Tensor, lengths: Tensor, k: int, predicted: list[Tensor | None]) -> None:
+    positions, kth = reference(scores, lengths, k)
+    dirty, device_lengths = dirtied(scores, lengths), lengths.to(DEVICE)
+    for op in ops:
+        for values in predicted:
+            got_positions, got_kth = op(dirty, device_lengths, k, None if values is None else values.to(DEVICE))
+            assert torch.equal(got_positions.cpu(), positions)
+            assert torch.equal(got_kth.cpu(), kth)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,22 +74,21 @@ def test_same_as_reference(kind: str) -> None:
     scores = scores_of(kind, 4, 500, seed=KINDS.index(kind))
     lengths = torch.tensor([500, 64, 63, 499], dtype=torch.int32)
     _, kth = reference(scores, lengths, 64)
-    for predicted in predictions(kth)[KINDS.index(kind) % 2 :: 2]:
-        check(topk_positions, scores, lengths, 64, predicted)
+    check([topk_positions], scores, lengths, 64, predictions(kth)[KINDS.index(kind) % 2 :: 2])
 
 
 def test_whole_row_when_many_candidates_pass() -> None:
     scores = scores_of("normal", 2, 10000, seed=1)
     scores[1, :9000] = 2.5
     lengths = torch.tensor([10000, 9999], dtype=torch.int32)
-    check(topk_positions, scores, lengths, 200, torch.tensor([-5.0, 2.6]))
+    check([topk_positions], scores, lengths, 200, [torch.tensor([-5.0, 2.6])])
 
 
 @pytest.mark.parametrize("k", [1, 2, 100])
 def test_every_short_length(k: int) -> None:
     lengths = torch.tensor([0, 1, 2, 3, 99, 100, 101, 130], dtype=torch.int32)
     scores = scores_of("ties", len(lengths), 130, seed=k)
-    check(topk_positions, scores, lengths, k, None)
+    check([topk_positions], scores, lengths, k, [None])
 
 
 def test_prediction_update() -> None:
@@ -103,10 +108,8 @@ def test_cuda_same_as_reference(kind: str) -> None:
     for width, k in ((98304, 2048), (20003, 2048), (2500, 64), (163840, 2048), (200000, 2048)):
         scores = scores_of(kind, 4, width, seed=width)
         lengths = torch.tensor([width, k, k - 1, width - 1], dtype=torch.int32)
-        for predicted in predictions(reference(scores, lengths, k)[1]):
-            check(cuda_topk, scores, lengths, k, predicted)
-            if width == 98304:
-                check(topk_positions, scores, lengths, k, predicted)
+        ops = [cuda_topk, topk_positions] if width == 98304 else [cuda_topk]
+        check(ops, scores, lengths, k, predictions(reference(scores, lengths, k)[1]))
 
 
 @pytest.mark.gpu
@@ -115,7 +118,7 @@ def test_cuda_every_length_in_one_batch_and_update() -> None:
 
     lengths = torch.cat((torch.arange(0, 5000, 7), torch.tensor([2047, 2048, 2049, 100000]))).to(torch.int32)
     scores = scores_of("ties", lengths.shape[0], 100000, seed=3)
-    check(cuda_topk, scores, lengths, 2048, None)
+    check([cuda_topk], scores, lengths, 2048, [None])
     predicted = torch.linspace(-1.0, 3.0, lengths.shape[0])
     predicted[::5] = math.nan
     updated = predicted.to(DEVICE)
