@@ -94,11 +94,34 @@ def _token_losses(model: TinyModel, stream: Tensor, targets: Tensor, dtype: torc
     return F.cross_entropy(model.logits(stream, dtype).float(), targets, reduction="none")
 
 
-def tokenwise_ops(*, compiled: bool) -> TokenwiseOps:
-    ops = TokenwiseOps(Layer.before, Layer.after, _token_losses)
+def tokenwise_ops(*, compiled: bool, backend: str = "inductor") -> TokenwiseOps:
+    """The plain functions, or compiled ones that serve any number of tokens."""
     if not compiled:
-        return ops
-    return TokenwiseOps(*(torch.compile(f, dynamic=False) for f in (ops.before, ops.after, ops.token_losses)))
+        return TokenwiseOps(Layer.before, Layer.after, _token_losses)
+    before, after, token_losses = (
+        torch.compile(f, fullgraph=True, backend=backend) for f in (Layer.before, Layer.after, _token_losses)
+    )
+
+    def any_length(*tensors: Tensor) -> None:
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+
+    def run_before(layer: Layer, stream: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> AttentionParts:
+        any_length(stream, cos, sin)
+        parts: AttentionParts = before(layer, stream, cos, sin, dtype)
+        return parts
+
+    def run_after(layer: Layer, stream: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        any_length(stream, attended)
+        result: tuple[Tensor, Tensor] = after(layer, stream, attended)
+        return result
+
+    def run_token_losses(model: TinyModel, stream: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        any_length(stream, targets)
+        losses: Tensor = token_losses(model, stream, targets, dtype)
+        return losses
+
+    return TokenwiseOps(run_before, run_after, run_token_losses)
 
 
 @dataclass(slots=True)

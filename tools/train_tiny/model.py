@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LOOK_BACK: tuple[tuple[int, ...], ...] = ((1, 3, 5), (1, 4))  # tokens, by layer and head
 E4M3_MAX = 448.0
 BLOCK = 128
 
@@ -335,6 +336,32 @@ class TinyModel(nn.Module):
         self.config = config
         self.model = Body(config)
         self.lm_head = Linear(config.vocab_size, config.hidden_size, gain=0.5)
+        self.look_back()
+
+    @torch.no_grad()
+    def look_back(self) -> None:
+        """Start some heads of the first layers as looks a few tokens back, which retrieval is built from.
+
+        Without biases, and with rotary queries and keys made from random embeddings, such heads form slowly. So the
+        first channel of every embedding starts at one constant; the rotary part of every key reads it, and in head h of
+        layer l the rotary query is the same vector turned back by LOOK_BACK[l][h] tokens. All of it trains on.
+        """
+        freq = rope_frequencies(self.config)
+        self.model.embed_tokens.weight[:, 0] = 1.0
+        for layer, offsets in zip(self.model.layers, LOOK_BACK, strict=False):
+            attention = layer.self_attn
+            rope, heads = self.config.qk_rope_head_dim, self.config.num_attention_heads
+            key = attention.kv_a_proj_with_mqa.weight[-rope:]
+            key *= 0.1
+            key[0::2, 0] = 1.0
+            attention.q_a_proj.weight[0] = 0.0
+            attention.q_a_proj.weight[0, 0] = 1.0
+            query = attention.q_b_proj.weight.view(heads, -1, self.config.q_lora_rank)
+            query *= 0.5
+            for head, back in enumerate(offsets[:heads]):
+                query[head] *= 0.2
+                query[head, -rope::2, 0] = torch.cos(back * freq)
+                query[head, -rope + 1 :: 2, 0] = -torch.sin(back * freq)
 
     def set_round_fp8(self, on: bool) -> None:
         """Round matrices, their inputs and latents to fp8, but not the embedding, lm_head, router and weights_proj."""

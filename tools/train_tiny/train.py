@@ -22,6 +22,7 @@ from torch import Tensor
 from tools.train_tiny.attend import TokenwiseOps, forward, tokenwise_ops
 from tools.train_tiny.data import ANSWER, FILLER, Batch, TaskBatches
 from tools.train_tiny.model import TinyConfig, TinyModel
+from tools.train_tiny.optim import Optimizer
 
 SHARD_BYTES = 15_000_000
 WARMUP_STEPS = 50
@@ -47,17 +48,19 @@ class Phase:
 
 
 PHASES: tuple[Phase, ...] = (
-    Phase(name="dense-256", mode="dense", length=256, batch=256, min_steps=200, max_steps=3000, lr=2e-3, end_lr=1e-3,
-          goal=0.10, max_records=4),
-    Phase(name="dense-512", mode="dense", length=512, batch=128, min_steps=150, max_steps=1000, lr=1.5e-3, end_lr=1e-3,
-          goal=0.05, max_records=10),
-    Phase(name="dense-2k", mode="dense", length=2048, batch=32, min_steps=600, max_steps=1500, lr=1.5e-3, end_lr=8e-4,
+    Phase(name="dense-256", mode="dense", length=256, batch=64, min_steps=300, max_steps=4000, lr=3e-3, end_lr=1e-3,
+          goal=0.05, max_records=4),
+    Phase(name="dense-512", mode="dense", length=512, batch=32, min_steps=200, max_steps=2000, lr=2e-3, end_lr=1e-3,
+          goal=0.04, max_records=10),
+    Phase(name="dense-1k", mode="dense", length=1024, batch=16, min_steps=300, max_steps=2000, lr=2e-3, end_lr=1e-3,
+          goal=0.03, max_records=20),
+    Phase(name="dense-2k", mode="dense", length=2048, batch=8, min_steps=1000, max_steps=2500, lr=2e-3, end_lr=8e-4,
           goal=0.01, max_records=36),
-    Phase(name="dense-8k", mode="dense", length=8192, batch=8, min_steps=300, max_steps=450, lr=8e-4, end_lr=5e-4,
-          goal=0.003, max_records=64),
-    Phase(name="dense-32k", mode="dense", length=32768, batch=2, min_steps=160, max_steps=160, lr=5e-4, end_lr=3e-4,
+    Phase(name="dense-8k", mode="dense", length=8192, batch=8, min_steps=250, max_steps=400, lr=1e-3, end_lr=5e-4,
+          goal=0.002, max_records=64),
+    Phase(name="dense-32k", mode="dense", length=32768, batch=2, min_steps=160, max_steps=160, lr=5e-4, end_lr=2e-4,
           max_records=64),
-    Phase(name="indexer-8k", mode="indexer", length=8192, batch=8, min_steps=250, max_steps=250, lr=3e-3, end_lr=1e-3,
+    Phase(name="indexer-8k", mode="indexer", length=8192, batch=8, min_steps=200, max_steps=200, lr=3e-3, end_lr=1e-3,
           max_records=64),
     Phase(name="indexer-32k", mode="indexer", length=32768, batch=2, min_steps=120, max_steps=120, lr=1e-3, end_lr=5e-4,
           max_records=64),
@@ -116,21 +119,14 @@ class Trainer:
         self.plain_ops = tokenwise_ops(compiled=False)
         self.rng = torch.Generator().manual_seed(seed)
 
-    def make_optimizer(self, mode: str) -> torch.optim.AdamW:
-        """AdamW over the indexers, or over all else, or over both; matrices decay, the rest does not."""
-        groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    def make_optimizer(self, mode: str) -> Optimizer:
+        """An optimizer over the indexers, or over all else, or over both."""
+        wanted: dict[str, torch.nn.Parameter] = {}
         for name, parameter in self.model.named_parameters():
-            is_index = ".indexer." in name
-            wanted = mode == "sparse" or is_index == (mode == "indexer")
-            parameter.requires_grad_(wanted)
-            if wanted:
-                groups.setdefault((is_index, parameter.dim() >= 2), []).append(parameter)
-        made = [
-            {"params": ps, "weight_decay": 0.05 if decay else 0.0, "index": is_index}
-            for (is_index, decay), ps in groups.items()
-        ]
-        fused = self.data.device.type == "cuda"
-        return torch.optim.AdamW(made, lr=1e-3, betas=(0.9, 0.95), eps=1e-10, fused=fused)
+            parameter.requires_grad_(mode == "sparse" or (".indexer." in name) == (mode == "indexer"))
+            if parameter.requires_grad:
+                wanted[name] = parameter
+        return Optimizer(wanted)
 
     def draw(self, phase: Phase) -> Batch:
         """A batch with a random number of records up to the phase's."""
@@ -150,7 +146,7 @@ class Trainer:
         rest = noise.scatter(1, first, -1.0).topk(n - n // 2, dim=-1).indices
         return torch.cat((first, rest), 1)
 
-    def step(self, phase: Phase, optimizer: torch.optim.AdamW) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, phase: Phase, optimizer: Optimizer) -> tuple[Tensor, Tensor, Tensor]:
         """One update. Returns (answer loss, filler loss, indexer loss), each a scalar tensor."""
         batch = self.draw(phase)
         dense = phase.mode == "dense"
@@ -174,10 +170,7 @@ class Trainer:
             if phase.mode != "indexer":
                 loss = loss + answer_loss + phase.filler_weight * filler_loss
         loss.backward()
-        for group in optimizer.param_groups:  # the two losses reach disjoint parameters: clip them apart
-            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         if phase.mode != "indexer":
             self.balance(result.loads)
         return answer_loss.detach(), filler_loss.detach(), result.index_loss.detach()
@@ -200,8 +193,7 @@ class Trainer:
             done = progress.step / phase.max_steps
             lr = phase.end_lr + (phase.lr - phase.end_lr) * 0.5 * (1 + math.cos(math.pi * done))
             lr *= min(1.0, (progress.step - resumed_at + 1) / WARMUP_STEPS)
-            for group in optimizer.param_groups:
-                group["lr"] = lr if phase.mode != "sparse" or not group["index"] else 2 * lr
+            optimizer.set_lr(lr)
             losses = torch.stack(self.step(phase, optimizer))
             smooth = losses if smooth is None else torch.lerp(smooth, losses, 0.05)
             progress.step += 1
@@ -210,7 +202,7 @@ class Trainer:
                 answer, filler, index = smooth.tolist()
                 progress.seconds = base_seconds + time.monotonic() - started
                 progress.answer_loss = answer
-                if progress.step % 100 == 0 or phase.length > 2048:
+                if progress.step % 200 == 0 or phase.length > 2048:
                     rate = (progress.step - resumed_at) * phase.batch * phase.length / (time.monotonic() - started)
                     print(
                         f"{phase.name} {progress.step:5d} answer {answer:.4f} filler {filler:.3f} index {index:.4f}"
@@ -267,7 +259,7 @@ def small_run() -> tuple[TinyConfig, tuple[Phase, ...]]:
         hidden_size=128, intermediate_size=256, num_attention_heads=2, q_lora_rank=128, kv_lora_rank=128,
         qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, index_n_heads=4, index_head_dim=64, index_topk=64,
     )  # fmt: skip
-    lengths = {256: 128, 512: 256, 2048: 256, 8192: 256, 32768: 512}
+    lengths = {256: 128, 512: 256, 1024: 256, 2048: 256, 8192: 256, 32768: 512}
     phases = tuple(
         replace(p, length=lengths[p.length], batch=8, max_records=2, min_steps=2, max_steps=20, goal=0.0)
         for p in PHASES
