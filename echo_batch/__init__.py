@@ -9,13 +9,13 @@ __version__ = "0.1.0"
 __all__ = ["Engine", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from echo_batch.engine.engine import Engine
+    from echo_batch.api import Engine
     from echo_batch.request import SamplingParams
 
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        from echo_batch.engine.engine import Engine
+        from echo_batch.api import Engine
 
         return Engine
     if name == "SamplingParams":
