@@ -64,13 +64,13 @@ def large_spec(num_bytes: int) -> CacheSpec:
 
 @pytest.mark.gpu
 def test_pinned_fast_and_given_back() -> None:
-    spec = large_spec(16 * GIB)
+    spec = large_spec(8 * GIB)
     torch.cuda.init()
     start = time.perf_counter()
     pool = HostPool(spec, torch.device("cuda"))
     seconds = time.perf_counter() - start
     print(f"pinned at {spec.host_pool_bytes / GIB / seconds:.1f} GiB/s")
-    assert spec.host_pool_bytes / GIB / seconds > 4
+    assert spec.host_pool_bytes / GIB / seconds > 2  # a page at a time: 0.5
     assert pool.rows.is_pinned() and pool.rows.shape == (4, spec.host_tokens, 656)
     pool.rows[3, -1] = 5
     assert (pool.rows[3, -1].to("cuda", non_blocking=True) == 5).all()

@@ -1,0 +1,289 @@
+"""Times the cache ops on one GPU by replaying CUDA graphs: `python -m echo_batch.bench.cache_ops [--json PATH]`.
+
+The GPU pool is full and every replay recalls fresh rows, so that each miss evicts. Unless said otherwise the L2 cache
+is overwritten before each replay, as the rest of a decode step does. Times are medians per layer, in microseconds,
+without the graph's own launch: a graph of several layers minus a graph that only starts the step.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from echo_batch.cache.manager import CacheCounters, OffloadedCache, make_cache
+from echo_batch.cache.spec import NUM_CANDIDATES, CacheSpec
+from echo_batch.kernels.cache_ops import select_cache_ops
+from echo_batch.kernels.contracts import make_maps
+from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.ops import reference_ops
+
+BATCH = 13
+TOPK = 2048
+MODEL_LAYERS = 61
+GRAPH_LAYERS = 4
+REPLAYS = 40
+L2_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the table; `gb_s` only where bytes cross the link."""
+
+    name: str
+    us: float
+    gb_s: float | None = None
+
+
+def capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Run `body` once to compile its kernels, then capture it."""
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, before: Callable[[], None], *, replays: int = REPLAYS) -> float:
+    """Median time of a replay in microseconds; `before` is launched ahead of each and not timed."""
+    times = []
+    for _ in range(replays):
+        before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times[3:])
+
+
+class Workload:
+    """A full GPU pool, a batch whose selection is resident but for some fresh slots, and new tokens."""
+
+    def __init__(self, *, host_tokens: int, gpu_tokens: int, row_format: RowFormat) -> None:
+        device = torch.device("cuda")
+        self.spec = CacheSpec(
+            group_layers=tuple((layer,) for layer in range(GRAPH_LAYERS)),
+            row_format=row_format,
+            index_format=IndexFormat("fp8"),
+            index_topk=TOPK,
+            host_tokens=host_tokens,
+            gpu_tokens=gpu_tokens,
+        )
+        start = time.perf_counter()
+        cache = make_cache(self.spec, device, reference_ops())
+        self.pin_gib_s = self.spec.host_pool_bytes / 2**30 / (time.perf_counter() - start)
+        assert isinstance(cache, OffloadedCache)
+        self.cache = cache
+        self.selected = torch.empty((GRAPH_LAYERS, BATCH, TOPK), dtype=torch.int32, device=device)
+        self.new = torch.empty((BATCH,), dtype=torch.int32, device=device)
+        self.kv_rows = torch.zeros((BATCH, row_format.row_bytes), dtype=torch.uint8, device=device)
+        self.rows = torch.zeros((GRAPH_LAYERS, BATCH), dtype=torch.int32, device=device)
+        self.flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
+        self.hot = torch.randperm(BATCH * TOPK, device=device).to(torch.int32)
+        self.fresh = 0
+
+    def fill(self) -> None:
+        """Make the slots 0 .. N_G - 1 resident: those of the batch recently used, the others long ago."""
+        self.cache.reset()
+        maps, num_rows = self.cache.maps, self.spec.gpu_tokens
+        identity = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+        maps.gpu_to_host.copy_(identity.expand_as(maps.gpu_to_host))
+        maps.host_to_gpu[:, :num_rows] = identity
+        maps.priority.copy_(torch.randint(1, 900, maps.priority.shape, dtype=torch.int32, device="cuda"))
+        maps.priority[:, : BATCH * TOPK] = 1000
+        self.cache.step.fill_(1000)
+        self.fresh = num_rows
+        for _ in range(2):
+            self.inputs(0)
+            self.cache.begin_step()
+
+    def inputs(self, num_misses: int, *, cold: bool = True) -> None:
+        """New static inputs: `num_misses` slots of each layer's selection, and all new tokens, are not resident."""
+        if self.fresh + num_misses + BATCH > self.spec.host_tokens:
+            self.fresh = self.spec.gpu_tokens
+        fresh = torch.arange(self.fresh, self.fresh + num_misses + BATCH, dtype=torch.int32, device="cuda")
+        self.fresh += num_misses + BATCH
+        for layer in range(GRAPH_LAYERS):
+            selection = self.selected[layer].view(-1)
+            selection.copy_(self.hot)
+            where = torch.randperm(BATCH * TOPK, device="cuda")[:num_misses]
+            selection[where] = fresh[:num_misses]
+        self.new.copy_(fresh[num_misses:])
+        if cold:
+            self.flush.zero_()
+
+    def begin(self) -> None:
+        self.cache.begin_step()
+
+    def resolve(self) -> None:
+        for layer in range(GRAPH_LAYERS):
+            self.cache.recall(layer, self.cache.resolve(layer, self.selected[layer]))
+
+    def append_each(self) -> None:
+        for layer in range(GRAPH_LAYERS):
+            self.rows[layer] = self.cache.append(layer, self.new)
+
+    def append_all(self) -> None:
+        self.rows.copy_(self.cache.append_all(self.new))
+
+    def write(self) -> None:
+        for layer in range(GRAPH_LAYERS):
+            self.cache.write(layer, self.new, self.rows[layer], self.kv_rows)
+
+    def serial(self) -> None:
+        """Per layer: allocate, write to both pools, resolve and copy, one after the other."""
+        for layer in range(GRAPH_LAYERS):
+            rows = self.cache.append(layer, self.new)
+            self.cache.write(layer, self.new, rows, self.kv_rows)
+            self.cache.resolve(layer, self.selected[layer])
+
+    def branched(self) -> None:
+        """Rows of all layers at once; per layer the writes beside resolve and copy, joined after both."""
+        rows = self.cache.append_all(self.new)
+        side = torch.cuda.Stream()
+        for layer in range(GRAPH_LAYERS):
+            side.wait_stream(torch.cuda.current_stream())
+            self.cache.resolve(layer, self.selected[layer])
+            with torch.cuda.stream(side):
+                self.cache.write(layer, self.new, rows[layer], self.kv_rows)
+            torch.cuda.current_stream().wait_stream(side)
+
+    def per_layer(self, *bodies: Callable[[], None], num_misses: int, cold: bool = True) -> float:
+        """Time per layer of `bodies` in one step, less that of starting it."""
+
+        def body() -> None:
+            self.begin()
+            for part in bodies:
+                part()
+
+        self.fill()
+        self.inputs(num_misses)
+        graph = capture(body)
+        empty = capture(self.begin)
+        self.fill()
+        base = replay_us(empty, lambda: self.inputs(num_misses, cold=cold))
+        before = self.cache.counters()
+        total = replay_us(graph, lambda: self.inputs(num_misses, cold=cold))
+        self.check(before, num_misses)
+        return (total - base) / GRAPH_LAYERS
+
+    def check(self, before: CacheCounters, num_misses: int) -> None:
+        """What was timed is what was meant: the misses were misses, and every row that was taken evicted another."""
+        after = self.cache.counters()
+        recalled = [b - a for a, b in zip(before.recalled_rows, after.recalled_rows, strict=True)]
+        taken = [b - a for a, b in zip(before.offloaded_rows, after.offloaded_rows, strict=True)]
+        evicted = [b - a for a, b in zip(before.evicted_rows, after.evicted_rows, strict=True)]
+        assert recalled in ([REPLAYS * num_misses] * GRAPH_LAYERS, [0] * GRAPH_LAYERS), recalled
+        assert evicted == [r + t for r, t in zip(recalled, taken, strict=True)], evicted
+
+
+def time_step_start(gpu_tokens: int, host_tokens: int, *, appended: bool) -> float:
+    """Start of a step for the groups of a whole model; with `appended` also the rows of its new tokens."""
+    device = torch.device("cuda")
+    cache_ops = select_cache_ops(device)
+    maps = make_maps(
+        MODEL_LAYERS, gpu_tokens=gpu_tokens, host_tokens=host_tokens, num_candidates=NUM_CANDIDATES, device=device
+    )
+    identity = torch.arange(gpu_tokens, dtype=torch.int32, device=device)
+    maps.gpu_to_host.copy_(identity.expand_as(maps.gpu_to_host))
+    maps.host_to_gpu[:, :gpu_tokens] = identity
+    maps.priority.copy_(torch.randint(1, 900, maps.priority.shape, dtype=torch.int32, device=device))
+    step = torch.full((1,), 1000, dtype=torch.int32, device=device)
+    new = torch.arange(gpu_tokens, gpu_tokens + BATCH, dtype=torch.int32, device=device)
+    flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
+
+    def body() -> None:
+        cache_ops.begin_step(maps, step)
+        if appended:
+            cache_ops.append(maps, new, step)
+
+    def before() -> None:
+        new.add_(BATCH)
+        flush.zero_()
+
+    return replay_us(capture(body), before)
+
+
+def time_copies(work: Workload, num_rows: int, *, num_copies: int = 8) -> Result:
+    """Random rows of the host pool to random rows of the GPU pool."""
+    spec, row_bytes = work.spec, work.spec.row_format.row_bytes
+    copy_rows = select_cache_ops(torch.device("cuda")).copy_rows
+    sources = [torch.randperm(spec.host_tokens, device="cuda")[:num_rows].to(torch.int32) for _ in range(num_copies)]
+    targets = [torch.randperm(spec.gpu_tokens, device="cuda")[:num_rows].to(torch.int32) for _ in range(num_copies)]
+
+    def body() -> None:
+        for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            layer = i % GRAPH_LAYERS
+            copy_rows(work.cache.host_rows(layer), source, work.cache.gpu_rows(layer), target, None)
+
+    us = replay_us(capture(body), lambda: None) / num_copies
+    return Result(f"copy {num_rows} rows of {row_bytes} B", us, num_rows * row_bytes / us / 1000)
+
+
+def run(*, host_tokens: int, gpu_tokens: int, misses: Sequence[int], row_format: RowFormat) -> list[Result]:
+    """All measurements; prints each as it comes."""
+    work = Workload(host_tokens=host_tokens, gpu_tokens=gpu_tokens, row_format=row_format)
+    row_bytes = row_format.row_bytes
+    results: list[Result] = []
+
+    def add(result: Result) -> None:
+        results.append(result)
+        link = "" if result.gb_s is None else f"{result.gb_s:8.1f} GB/s"
+        print(f"{result.name:58s} {result.us:9.2f} us {link}", flush=True)
+
+    print(f"{torch.cuda.get_device_name()}; B={BATCH} k={TOPK} N_H={host_tokens} N_G={gpu_tokens} {row_bytes} B rows")
+    print(f"host pool taken and pinned at {work.pin_gib_s:.1f} GiB/s")
+    for n in misses:
+        us = work.per_layer(work.branched, num_misses=n)
+        add(Result(f"layer, writes on a branch, {n} misses", us, n * row_bytes / us / 1000))
+    for n in misses[:1]:
+        add(Result(f"layer, one after the other, {n} misses", work.per_layer(work.serial, num_misses=n)))
+        add(
+            Result(
+                f"layer, writes on a branch, {n} misses, L2 warm",
+                work.per_layer(work.branched, num_misses=n, cold=False),
+            )
+        )
+    for n in (0, *misses):
+        add(Result(f"resolve and copy, {n} misses", work.per_layer(work.resolve, num_misses=n)))
+    add(Result(f"append {BATCH} rows", work.per_layer(work.append_each, num_misses=0)))
+    appended = work.per_layer(work.append_all, num_misses=0)
+    written = work.per_layer(work.append_all, work.write, num_misses=0)
+    add(Result(f"write {BATCH} new rows to both pools", written - appended))
+    for n in (37, 256, 2048, 26624):
+        add(time_copies(work, n))
+    work.cache.close()
+    start = time_step_start(gpu_tokens, host_tokens, appended=False)
+    add(Result(f"start of a step, {MODEL_LAYERS} layers", start))
+    whole = time_step_start(gpu_tokens, host_tokens, appended=True)
+    add(Result(f"append {BATCH} rows in {MODEL_LAYERS} layers", whole - start))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--host-tokens", type=int, default=1_800_000)
+    parser.add_argument("--gpu-tokens", type=int, default=200_000)
+    parser.add_argument("--rows", choices=("fp8", "bf16"), default="fp8")
+    parser.add_argument("--misses", type=int, nargs="+", default=[37, 500, 1300, 2662])
+    options = parser.parse_args()
+    row_format = RowFormat(options.rows)
+    results = run(
+        host_tokens=options.host_tokens, gpu_tokens=options.gpu_tokens, misses=options.misses, row_format=row_format
+    )
+    if options.json is not None:
+        versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        lines = [asdict(result) for result in results]
+        options.json.write_text(json.dumps({"versions": versions, "results": lines}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
