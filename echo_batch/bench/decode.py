@@ -92,7 +92,7 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     workload = WorkloadModel(
         model, WorkloadShape(capacity=largest, locality=options.locality, ep_slice=options.ep_slice)
     )
-    state = BatchState.allocate(largest, options.context + room, device)
+    state = BatchState.allocate(largest, options.context + room, spec.num_groups, device)
     runner: EagerRunner | GraphRunner
     if device.type == "cuda":
         runner = GraphRunner(workload, cache, ops, state, depth=1)

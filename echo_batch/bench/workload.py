@@ -63,6 +63,7 @@ def fill_contexts(
     state.temperature[rows] = 0.0
     state.stop_ids[rows] = -1
     state.row_id[rows] = torch.arange(batch, device=device)
+    state.predicted.fill_(float("nan"))
     state.active[rows] = True
 
 

@@ -41,9 +41,11 @@ class BatchState:
     min_p: Tensor
     seed: Tensor
     row_id: Tensor
+    predicted: Tensor
+    """fp32 `[selection groups, capacity]`: running mean of each row's k-th index score, NaN before the first."""
 
     @staticmethod
-    def allocate(capacity: int, max_model_len: int, device: torch.device) -> "BatchState":
+    def allocate(capacity: int, max_model_len: int, num_groups: int, device: torch.device) -> "BatchState":
         """All rows inactive."""
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -62,6 +64,7 @@ class BatchState:
             min_p=full(0, torch.float32),
             seed=full(0, torch.int64),
             row_id=full(0, torch.int64),
+            predicted=torch.full((num_groups, capacity), float("nan"), device=device),
         )
 
     @property
@@ -99,6 +102,7 @@ class BatchState:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed
         self.row_id[row] = sequence.request.row_id
+        self.predicted[:, row] = float("nan")
 
     def clear_row(self, row: int) -> None:
         """The row becomes padding from the next step on."""

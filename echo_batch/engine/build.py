@@ -76,7 +76,7 @@ def assemble_core(
 ) -> EngineCore:
     """The engine over a loaded model and an allocated cache."""
     device = torch.device(plan.device)
-    state = BatchState.allocate(plan.max_num_seqs, plan.max_model_len, device)
+    state = BatchState.allocate(plan.max_num_seqs, plan.max_model_len, plan.cache.num_groups, device)
     runner: Runner
     if device.type == "cuda":
         runner = GraphRunner(model, cache, ops, state, depth=plan.lookahead_steps + 1)

@@ -11,16 +11,8 @@ from torch import Tensor
 from echo_batch.cache.manager import KVCache
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.sampler import StepOutput, sample_rows
-from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
 from echo_batch.models.model import Model
-
-
-def logical_to_slots(positions: Tensor, block_table: Tensor) -> Tensor:
-    """Token slots of logical positions: `[B, n]` int32, -1 stays -1, by `block_table` `[B, max_blocks]`."""
-    blocks = block_table.gather(1, (positions.clamp(min=0) // BLOCK_SIZE).to(torch.int64))
-    slots = blocks * BLOCK_SIZE + positions.clamp(min=0) % BLOCK_SIZE
-    return torch.where((positions >= 0) & (blocks >= 0), slots, -1).to(torch.int32)
 
 
 class StepLogits(NamedTuple):
@@ -49,7 +41,14 @@ def decode_step(
     block_table = state.block_table[rows, :max_blocks]
     positions = torch.where(active, state.positions[rows], 0)
     logits, has_block = decode_logits(
-        model, cache, ops, token_ids=state.token_ids[rows], positions=positions, active=active, block_table=block_table
+        model,
+        cache,
+        ops,
+        token_ids=state.token_ids[rows],
+        positions=positions,
+        active=active,
+        block_table=block_table,
+        predicted=state.predicted[:, rows],
     )
     return StepLogits(*sample_rows(state, rows, logits, ops=ops, has_block=has_block, greedy_only=greedy_only))
 
@@ -63,19 +62,24 @@ def decode_logits(
     positions: Tensor,
     active: Tensor,
     block_table: Tensor,
+    predicted: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Logits fp32 `[B, V]` for the tokens at `positions` (int32 `[B]`), their KV rows written on the way.
 
-    token_ids int64 `[B]`, active bool `[B]`, block_table int32 `[B, max_blocks]`. Second result: bool `[B]`, False for
+    token_ids int64 `[B]`, active bool `[B]`, block_table int32 `[B, max_blocks]`; predicted fp32 `[groups, B]`: the
+    k-th score that each row's next selection is expected to have, updated in place (it changes no result). Second
+    result: bool `[B]`, False for
     an active row without a block for its token (nothing is written for it).
     """
     spec, config = cache.spec, model.config
     seq_lens = torch.where(active, positions + 1, 0)
-    new_slots = logical_to_slots(torch.where(active, positions, -1)[:, None], block_table)[:, 0]
+    new_slots = ops.positions_to_slots(torch.where(active, positions, -1)[:, None], block_table)[:, 0]
     cache.begin_step()
     stream, angles = model.embed(token_ids), model.angles(positions)
+    # Before anything is scored: the new tokens' rows must be there when a selection names them.
+    appended = cache.append_all(new_slots)
     for group, layers in enumerate(spec.group_layers):
-        new_rows = cache.append(group, new_slots)
+        new_rows = appended[group]
         resolution = None
         for layer in layers:
             stream, inputs = model.attention_inputs(layer, stream, angles)
@@ -93,8 +97,8 @@ def decode_logits(
                     seq_lens,
                     spec.index_format,
                 )
-                selected, _ = ops.topk_positions(scores, seq_lens, spec.index_topk)
-                resolution = cache.resolve(group, logical_to_slots(selected, block_table))
+                selected, _ = ops.topk_positions(scores, seq_lens, spec.index_topk, predicted[group], update=True)
+                resolution = cache.resolve(group, ops.positions_to_slots(selected, block_table))
             cache.recall(layer, resolution)
             latent = ops.sparse_mla(
                 inputs.query, cache.gpu_rows(layer), resolution.rows, config.softmax_scale, spec.row_format

@@ -12,7 +12,7 @@ from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.libs.deep_gemm import DeepGemm, load_deep_gemm
 from echo_batch.kernels.libs.flash_mla import FlashMla, load_flash_mla
 from echo_batch.kernels.ops import Ops
-from echo_batch.kernels.triton import attention, fused, indexer, linear, moe, norm_rope, rows, topk
+from echo_batch.kernels.triton import attention, fused, indexer, linear, moe, norm_rope, rows, slots, topk
 from echo_batch.kernels.weights import QuantizedWeight, Weight
 
 
@@ -57,6 +57,7 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         index_scores_paged=found.index_scores_paged,
         index_scores_contiguous=found.index_scores_contiguous,
         topk_positions=cuda_topk.topk_positions if libraries.cuda_kernels else topk.topk_positions,
+        positions_to_slots=slots.positions_to_slots,
         sparse_mla=found.sparse_mla,
     )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
-from echo_batch.kernels.reference import attention, fused, indexer, linear, moe, rope, rows, sampling, topk
+from echo_batch.kernels.reference import attention, fused, indexer, linear, moe, rope, rows, sampling, slots, topk
 from echo_batch.kernels.reference.fused import LatentInputs
 from echo_batch.kernels.weights import Weight
 
@@ -40,6 +40,14 @@ class LatentInputsOp(Protocol):
         index_format: IndexFormat,
         ue8m0: bool | None,
     ) -> LatentInputs: ...
+
+
+class TopkOp(Protocol):
+    """`topk.topk_positions`."""
+
+    def __call__(
+        self, scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None = None, *, update: bool = False
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class IndexQueryOp(Protocol):
@@ -78,7 +86,8 @@ class Ops:
     read_index_keys: Callable[[Tensor, Tensor, IndexFormat], Tensor]
     index_scores_paged: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, IndexFormat], Tensor]
     index_scores_contiguous: Callable[[Tensor, Tensor, Tensor, Tensor, IndexFormat], Tensor]
-    topk_positions: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    topk_positions: TopkOp
+    positions_to_slots: Callable[[Tensor, Tensor], Tensor]
     sparse_mla: Callable[[Tensor, Tensor, Tensor, float, RowFormat], Tensor]
     sample: Sampler
     token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
@@ -105,6 +114,7 @@ def reference_ops() -> Ops:
         index_scores_paged=indexer.index_scores_paged,
         index_scores_contiguous=indexer.index_scores_contiguous,
         topk_positions=topk.topk_positions,
+        positions_to_slots=slots.positions_to_slots,
         sparse_mla=attention.sparse_mla,
         sample=sampling.sample,
         token_logprobs=sampling.token_logprobs,

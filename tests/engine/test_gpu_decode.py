@@ -63,7 +63,7 @@ def run(
     device = torch.device("cuda")
     cache = make_cache(spec, device, model.ops, poison=poison)
     try:
-        state = BatchState.allocate(SHAPE.bucket, CONTEXT + STEPS + 1, device)
+        state = BatchState.allocate(SHAPE.bucket, CONTEXT + STEPS + 1, spec.num_groups, device)
         runner = GraphRunner(model, cache, model.ops, state, depth=1)
         if graph:
             runner.capture([SHAPE])

@@ -13,12 +13,17 @@ _MINUS_INF = -0x7F800001
 """Sort keys of the infinities; NaNs lie outside of them before they are moved to _NAN."""
 
 
-def topk_positions(scores: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk_positions(
+    scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None = None, *, update: bool = False
+) -> tuple[Tensor, Tensor]:
     """The k candidates of each row that come first by (score descending, position ascending).
 
     scores fp32 [T, S], lengths int32 [T] (positions below it are candidates, -inf included) -> positions int32 [T, k]
     ascending, then -1; kth fp32 [T], the k-th largest score (-inf if there are fewer than k). A row with no more than
     k candidates selects all of them. NaN is chosen only when nothing else is left.
+
+    predicted fp32 [T], the expected k-th score of each row (NaN: unknown), changes no result: fast versions are faster
+    with a good one. With `update` it is updated in place for the next step (`update_prediction`).
     """
     num_rows, width = scores.shape
     positions = torch.full((num_rows, k), -1, dtype=torch.int32, device=scores.device)
@@ -27,7 +32,19 @@ def topk_positions(scores: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Ten
         longest = min(width, int(lengths[part].max()))
         if longest > 0:
             _select(scores[part, :longest], lengths[part], positions[part], kth[part])
+    if update:
+        assert predicted is not None
+        update_prediction(predicted, kth, lengths, k)
     return positions, kth
+
+
+def update_prediction(predicted: Tensor, kth: Tensor, lengths: Tensor, k: int) -> None:
+    """predicted fp32 [T] <- 0.5 * predicted + 0.5 * kth, in place, where lengths int32 [T] > k and kth is finite.
+
+    NaN in `predicted` means unset: the first value initializes it (paper: intra-query prefetch, alpha = 0.5).
+    """
+    mean = torch.where(predicted.isnan(), kth, 0.5 * predicted + 0.5 * kth)
+    predicted.copy_(torch.where((lengths > k) & kth.isfinite(), mean, predicted))
 
 
 def _select(scores: Tensor, lengths: Tensor, positions: Tensor, kth: Tensor) -> None:
