@@ -250,14 +250,15 @@ def place_kernel(
     W: tl.constexpr,
 ):
     """Give the misses rows: candidates from `skip` on (those before went to appended tokens). One warp a program."""
-    # What does not depend on the number of misses is loaded at once with it: the chain of loads is what takes the time.
+    # The chain of loads is what takes the time, so what does not depend on the number of misses is loaded together with
+    # it; volatile, or the compiler would move these loads behind the comparison with that number.
     i = tl.program_id(0)
-    slot = tl.load(miss_slots + i, mask=i < n, other=-1)
-    entry = tl.load(miss_entries + i, mask=i < n, other=-1)
-    listed = tl.load(candidates + skip + i, mask=skip + i < C, other=-1)
-    num_missing = tl.load(miss_count)
-    num_listed = tl.load(listed_count)
-    now = tl.load(step)
+    slot = tl.load(miss_slots + i, mask=i < n, other=-1, volatile=True)
+    entry = tl.load(miss_entries + i, mask=i < n, other=-1, volatile=True)
+    listed = tl.load(candidates + skip + i, mask=skip + i < C, other=-1, volatile=True)
+    num_listed = tl.load(listed_count, volatile=True)
+    now = tl.load(step, volatile=True)
+    num_missing = tl.load(miss_count, volatile=True)
     if DELAY > 0:
         delay(step, now, DELAY)
     num_recalled = tl.full([], 0, tl.int32)
