@@ -69,6 +69,27 @@ def test_order_failures_and_totals(tmp_path: Path) -> None:
     index.close()
 
 
+def test_rows_that_begin_alike_stand_together_longest_first(tmp_path: Path) -> None:
+    def prompt(*parts: tuple[int, int]) -> dict[str, Any]:
+        """Parts of (number of tokens, token)."""
+        return {"prompt_token_ids": [token for count, token in parts for _ in range(count)]}
+
+    task, a, b = (64, 1), (448, 2), (448, 3)  # a and b: two books behind one block that both have
+    rows = [
+        prompt(task, a, (10, 4)),  # 0
+        prompt((560, 9)),  # 1: alone
+        prompt(task, b, (30, 5)),  # 2
+        prompt(task, a, (90, 6)),  # 3: the longest of all
+        prompt((50, 1)),  # 4: less than a block
+        prompt(task, b, (40, 7)),  # 5
+        prompt(task, (100, 8)),  # 6: shares the first block only
+        prompt((50, 1)),  # 7
+        prompt((560, 10)),  # 8: as long as row 1
+    ]
+    index = load_index(tmp_path / "i.sqlite", make_source(tmp_path, rows), make_builder(), fingerprint={})
+    assert list(index.iter_order()) == [3, 0, 5, 2, 6, 1, 8, 4, 7]
+
+
 def test_zero_rows(tmp_path: Path) -> None:
     index = load_index(tmp_path / "i.sqlite", make_source(tmp_path, []), make_builder(), fingerprint={})
     assert list(index.iter_order()) == [] and list(index.iter_failures()) == []
