@@ -35,6 +35,17 @@ def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(weights[:, None].to(dots.dtype), F.relu(dots))[:, 0].float()
 
 
+def causal_scores(query: Tensor, key: Tensor, weights: Tensor, first: int) -> Tensor:
+    """index_scores of queries at positions first, first + 1, ... with -inf past each query's own position."""
+    if query.is_cuda:
+        from tools.train_tiny.fast_scores import causal_index_scores
+
+        return causal_index_scores(query, key, weights, first)
+    limit = torch.arange(first, first + query.shape[0], device=key.device)[:, None]
+    scores = index_scores(query, key, weights)
+    return scores.masked_fill_(torch.arange(key.shape[0], device=key.device) > limit, float("-inf"))
+
+
 @torch.no_grad()
 def select(index: IndexParts, length: int, k: int) -> Tensor:
     """Which keys each query may attend to: bool [B, 1, L, L], the causal top k by index score (or all of <= k)."""
@@ -44,15 +55,9 @@ def select(index: IndexParts, length: int, k: int) -> Tensor:
         for lo in range(0, length, _QUERY_CHUNK):
             hi = min(lo + _QUERY_CHUNK, length)
             rows = slice(b * length + lo, b * length + hi)
-            scores = index_scores(index.query[rows], index.key[b * length : b * length + hi], index.weights[rows])
-            future = torch.ones(hi - lo, hi, dtype=torch.bool, device=scores.device).triu(lo + 1)
-            scores.masked_fill_(future, float("-inf"))
-            if hi > k:
-                chosen = scores.topk(k, dim=-1).indices
-                allowed[b, 0, lo:hi, :hi].scatter_(-1, chosen, True)
-            else:
-                allowed[b, 0, lo:hi, :hi] = True
-            allowed[b, 0, lo:hi, :hi].masked_fill_(future, False)
+            scores = causal_scores(index.query[rows], index.key[b * length : b * length + hi], index.weights[rows], lo)
+            best = scores.topk(min(k, hi), dim=-1, sorted=False)
+            allowed[b, 0, lo:hi, :hi].scatter_(-1, best.indices, best.values > float("-inf"))
     return allowed
 
 
@@ -98,9 +103,9 @@ def tokenwise_ops(*, compiled: bool, backend: str = "inductor") -> TokenwiseOps:
     """The plain functions, or compiled ones that serve any number of tokens."""
     if not compiled:
         return TokenwiseOps(Layer.before, Layer.after, _token_losses)
-    before, after, token_losses = (
-        torch.compile(f, fullgraph=True, backend=backend) for f in (Layer.before, Layer.after, _token_losses)
-    )
+    before = torch.compile(Layer.before, fullgraph=True, backend=backend)
+    after = torch.compile(Layer.after, fullgraph=True, backend=backend)
+    token_losses = torch.compile(_token_losses, fullgraph=True, backend=backend)
 
     def any_length(*tensors: Tensor) -> None:
         for tensor in tensors:

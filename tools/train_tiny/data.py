@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tools.train_tiny.keywords import KEY_WORDS, PASSKEY
 from tools.train_tiny.tasks import NUM_DIGITS, ask_text, question_text, record_text, reply_text
+from tools.train_tiny.tokenizer import ASSISTANT, BOS, EOS, USER
 
 FILLER, GIVEN, ANSWER = 0, 1, 2  # kinds of target tokens: filler text, a record or question as given, an answer
 _KEY, _DIGIT = -1, -2  # placeholders in templates
@@ -44,9 +45,9 @@ def prepare(text_dir: Path, model_dir: Path, output: Path) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    eos, user, assistant = (tokenizer.token_to_id(t) for t in ("<|end|>", "<|user|>", "<|assistant|>"))
-    digits = [tokenizer.token_to_id(str(d)) for d in range(10)]
-    keys = [tokenizer.token_to_id(f"\u0120{word}") for word in (*KEY_WORDS, PASSKEY)]
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    digits = [vocab[str(d)] for d in range(10)]
+    keys = [vocab[f"\u0120{word}"] for word in (*KEY_WORDS, PASSKEY)]
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -61,12 +62,12 @@ def prepare(text_dir: Path, model_dir: Path, output: Path) -> None:
     arrays: dict[str, np.ndarray] = {}
     for name, word, key in (("kv", KEY_WORDS[0], keys[0]), ("passkey", PASSKEY, keys[-1])):
         value = "01234"
-        answer = ([*encode(value), eos], ANSWER)
+        answer = ([*encode(value), EOS], ANSWER)
         chat = (encode(reply_text(word)), ANSWER)
-        made = {
+        made: dict[str, list[tuple[list[int], int]]] = {
             "record": [(encode(record_text(word, value)), GIVEN)],
             "plain": [(encode(question_text(word)), GIVEN), answer],
-            "chat": [(encode(ask_text(word)) + [assistant], GIVEN), chat, answer],
+            "chat": [(encode(ask_text(word)) + [ASSISTANT], GIVEN), chat, answer],
         }
         for form, pieces in made.items():
             arrays[f"{form}_{name}"] = np.array(template(pieces, key), dtype=np.int16)
@@ -76,15 +77,13 @@ def prepare(text_dir: Path, model_dir: Path, output: Path) -> None:
     stream = [t for e in encodings for t in e.ids]
     ends = [tokenizer.token_to_id(t) for t in (".", "?", "\u010a")]
     assert not set(keys) & set(stream), "a key word occurs in the filler"
-    np.savez_compressed(
-        output,
+    arrays |= dict(
         corpus=np.array(stream, dtype=np.int16),
         sentence_ends=np.array(ends, dtype=np.int16),
         digits=np.array(digits, dtype=np.int16),
         keys=np.array(keys, dtype=np.int16),
-        begin_user=np.array([tokenizer.token_to_id("<|begin|>"), user], dtype=np.int16),
-        **arrays,
     )
+    np.savez_compressed(output, allow_pickle=False, **arrays)
     print(f"{len(stream) / 1e6:.2f} M tokens of filler -> {output}")
 
 
@@ -102,7 +101,6 @@ class TaskBatches:
         self.sentence_start = torch.from_numpy(np.minimum(next_end + 1, len(ends))).to(device)  # the next one
         self.keys = torch.from_numpy(data["keys"].astype(np.int64)).to(device)
         self.digits = torch.from_numpy(data["digits"].astype(np.int64)).to(device)
-        self.begin, self.user = (int(t) for t in data["begin_user"])
         names = [f"{form}_{name}" for form in ("record", "plain", "chat") for name in ("kv", "passkey")]
         self.width = max(data[n].shape[1] for n in names)
         table = np.zeros((2, len(names), self.width), dtype=np.int64)
@@ -170,9 +168,9 @@ class TaskBatches:
         filler = self.corpus[(base[:, None] + position - 1 - passed).clamp(0, len(self.corpus) - 1)]
         tokens = torch.where(in_item, ids.flatten(1).gather(1, flat), filler)
         kind = torch.where(in_item, kinds.flatten(1).gather(1, flat), FILLER)
-        tokens[:, 0] = self.begin
+        tokens[:, 0] = BOS
         user = (self._uniform(b) < _CHAT_SHARE) & ~in_item[:, 1]
-        tokens[:, 1] = torch.where(user, self.user, tokens[:, 1])
+        tokens[:, 1] = torch.where(user, USER, tokens[:, 1])
         kind[:, 1] = torch.where(user, GIVEN, kind[:, 1])
         return Batch(tokens[:, :-1], tokens[:, 1:], kind[:, 1:].to(torch.int8))
 

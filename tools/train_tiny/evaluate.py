@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tools.train_tiny.attend import attend, index_scores
+from tools.train_tiny.attend import attend, causal_scores
 from tools.train_tiny.export import read_exported
 from tools.train_tiny.model import BLOCK, AttentionParts, IndexParts, Layer, TinyConfig, TinyModel, quantized_rows
 from tools.train_tiny.tasks import BUNDLED_MODEL, SAMPLE_FILLER, TaskName, load_generator
@@ -104,10 +104,9 @@ def gather_attention(
     out: list[Tensor] = []
     for lo in range(queries.start, queries.stop, _QUERY_CHUNK):
         hi = min(lo + _QUERY_CHUNK, queries.stop)
-        scores = index_scores(index.query[lo:hi], index.key[:hi], index.weights[lo:hi])
+        scores = causal_scores(index.query[lo:hi], index.key[:hi], index.weights[lo:hi], lo)
+        chosen = scores.topk(min(config.index_topk, hi), dim=-1, sorted=False).indices
         limit = torch.arange(lo, hi, device=rows.device)[:, None]
-        scores.masked_fill_(torch.arange(hi, device=rows.device) > limit, float("-inf"))
-        chosen = scores.topk(min(config.index_topk, hi), dim=-1).indices
         picked = rows[chosen]
         query = parts.query[lo:hi]
         absorbed = torch.cat((torch.einsum("thn,hnc->thc", query[..., :nope], expand[:, :nope]), query[..., nope:]), -1)

@@ -249,6 +249,7 @@ class Router(nn.Module):
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(config.n_routed_experts, config.hidden_size) * config.hidden_size**-0.5)
+        self.e_score_correction_bias: Tensor
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
 
 
@@ -349,6 +350,7 @@ class TinyModel(nn.Module):
         freq = rope_frequencies(self.config)
         self.model.embed_tokens.weight[:, 0] = 1.0
         for layer, offsets in zip(self.model.layers, LOOK_BACK, strict=False):
+            assert isinstance(layer, Layer)
             attention = layer.self_attn
             rope, heads = self.config.qk_rope_head_dim, self.config.num_attention_heads
             key = attention.kv_a_proj_with_mqa.weight[-rope:]

@@ -16,7 +16,7 @@ _ADAM_SHARE = 0.7  # AdamW's learning rate as a part of Muon's
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The orthogonal factor of each matrix of [n, rows, cols], roughly (singular values in 0.7 to 1.2); bf16 on a GPU."""
+    """The orthogonal factor of each matrix of [n, rows, cols], roughly (singular values 0.7 to 1.2); bf16 on a GPU."""
     a, b, c = _COEFFICIENTS
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
@@ -35,7 +35,7 @@ class Muon:
     def __init__(self, parameters: list[nn.Parameter], *, weight_decay: float) -> None:
         self.lr = 0.0
         self._decay = weight_decay
-        by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        by_shape: dict[torch.Size, list[Tensor]] = {}
         for parameter in parameters:
             by_shape.setdefault(parameter.shape[-2:], []).append(parameter)
         self._groups = list(by_shape.values())
