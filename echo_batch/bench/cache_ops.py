@@ -1,8 +1,8 @@
 """Times the cache ops on one GPU by replaying CUDA graphs: `python -m echo_batch.bench.cache_ops [--json PATH]`.
 
 The GPU pool is full and every replay recalls fresh rows, so that each miss evicts. Unless said otherwise the L2 cache
-is overwritten before each replay, as the rest of a decode step does. Times are medians per layer, in microseconds,
-without the graph's own launch: a graph of several layers minus a graph that only starts the step.
+is overwritten before each replay, as the rest of a decode step does. Times are medians in microseconds, without the
+graph's own launch: the difference between graphs of many and of few layers, divided by the difference in layers.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ from echo_batch.kernels.ops import reference_ops
 BATCH = 13
 TOPK = 2048
 MODEL_LAYERS = 61
-GRAPH_LAYERS = 4
+GRAPH_LAYERS = 12
+FEW_LAYERS = 4
 REPLAYS = 40
 L2_BYTES = 128 << 20
 
@@ -39,9 +41,10 @@ class Result:
     gb_s: float | None = None
 
 
-def capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Run `body` once to compile its kernels, then capture it."""
+def capture(body: Callable[[], None], *, again: Callable[[], None] = lambda: None) -> torch.cuda.CUDAGraph:
+    """Run `body` once to compile its kernels, then `again`, then capture `body`."""
     body()
+    again()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -76,6 +79,7 @@ class Workload:
             host_tokens=host_tokens,
             gpu_tokens=gpu_tokens,
         )
+        torch.zeros(1, device=device)  # starts CUDA
         start = time.perf_counter()
         cache = make_cache(self.spec, device, reference_ops())
         self.pin_gib_s = self.spec.host_pool_bytes / 2**30 / (time.perf_counter() - start)
@@ -104,7 +108,7 @@ class Workload:
             self.inputs(0)
             self.cache.begin_step()
 
-    def inputs(self, num_misses: int, *, cold: bool = True) -> None:
+    def inputs(self, num_misses: int) -> None:
         """New static inputs: `num_misses` slots of each layer's selection, and all new tokens, are not resident."""
         if self.fresh + num_misses + BATCH > self.spec.host_tokens:
             self.fresh = self.spec.gpu_tokens
@@ -116,72 +120,72 @@ class Workload:
             where = torch.randperm(BATCH * TOPK, device="cuda")[:num_misses]
             selection[where] = fresh[:num_misses]
         self.new.copy_(fresh[num_misses:])
-        if cold:
-            self.flush.zero_()
 
-    def begin(self) -> None:
-        self.cache.begin_step()
+    def resolve(self, num_layers: int) -> None:
+        """Boundaries A and B of `num_layers` layers, with the copy of what was missing."""
+        for layer in range(num_layers):
+            self.cache.resolve(layer, self.selected[layer])
 
-    def resolve(self) -> None:
-        for layer in range(GRAPH_LAYERS):
-            self.cache.recall(layer, self.cache.resolve(layer, self.selected[layer]))
+    def append(self, num_layers: int) -> None:
+        """GPU rows for the new tokens, layer by layer."""
+        for layer in range(num_layers):
+            self.cache.append(layer, self.new)
 
-    def append_each(self) -> None:
-        for layer in range(GRAPH_LAYERS):
-            self.rows[layer] = self.cache.append(layer, self.new)
-
-    def append_all(self) -> None:
-        self.rows.copy_(self.cache.append_all(self.new))
-
-    def write(self) -> None:
-        for layer in range(GRAPH_LAYERS):
+    def write(self, num_layers: int) -> None:
+        """Rows of the new tokens into both pools (at the rows of an earlier append)."""
+        for layer in range(num_layers):
             self.cache.write(layer, self.new, self.rows[layer], self.kv_rows)
 
-    def serial(self) -> None:
+    def serial(self, num_layers: int) -> None:
         """Per layer: allocate, write to both pools, resolve and copy, one after the other."""
-        for layer in range(GRAPH_LAYERS):
+        for layer in range(num_layers):
             rows = self.cache.append(layer, self.new)
             self.cache.write(layer, self.new, rows, self.kv_rows)
             self.cache.resolve(layer, self.selected[layer])
 
-    def branched(self) -> None:
-        """Rows of all layers at once; per layer the writes beside resolve and copy, joined after both."""
-        rows = self.cache.append_all(self.new)
+    def branched(self, num_layers: int) -> None:
+        """Per layer: the writes beside resolve and copy, joined after both. Rows were allocated before."""
         side = torch.cuda.Stream()
-        for layer in range(GRAPH_LAYERS):
+        for layer in range(num_layers):
             side.wait_stream(torch.cuda.current_stream())
             self.cache.resolve(layer, self.selected[layer])
             with torch.cuda.stream(side):
-                self.cache.write(layer, self.new, rows[layer], self.kv_rows)
+                self.cache.write(layer, self.new, self.rows[layer], self.kv_rows)
             torch.cuda.current_stream().wait_stream(side)
 
-    def per_layer(self, *bodies: Callable[[], None], num_misses: int, cold: bool = True) -> float:
-        """Time per layer of `bodies` in one step, less that of starting it."""
+    def per_layer(
+        self, body: Callable[[int], None], *, num_misses: int, cold: bool = True, allocate: bool = False
+    ) -> float:
+        """Time of `body` per layer. The step is started (and with `allocate` all rows appended) before the clock."""
 
-        def body() -> None:
-            self.begin()
-            for part in bodies:
-                part()
+        def before() -> None:
+            self.inputs(num_misses)
+            self.cache.begin_step()
+            if allocate:
+                self.rows.copy_(self.cache.append_all(self.new))
+            if cold:
+                self.flush.zero_()
 
-        self.fill()
-        self.inputs(num_misses)
-        graph = capture(body)
-        empty = capture(self.begin)
-        self.fill()
-        base = replay_us(empty, lambda: self.inputs(num_misses, cold=cold))
-        before = self.cache.counters()
-        total = replay_us(graph, lambda: self.inputs(num_misses, cold=cold))
-        self.check(before, num_misses)
-        return (total - base) / GRAPH_LAYERS
+        times = []
+        for num_layers in (FEW_LAYERS, GRAPH_LAYERS):
+            self.fill()
+            before()
+            graph = capture(partial(body, num_layers), again=self.cache.begin_step)
+            self.fill()
+            counted = self.cache.counters()
+            times.append(replay_us(graph, before))
+            self.check(counted, num_misses, num_layers)
+        return (times[1] - times[0]) / (GRAPH_LAYERS - FEW_LAYERS)
 
-    def check(self, before: CacheCounters, num_misses: int) -> None:
+    def check(self, before: CacheCounters, num_misses: int, num_layers: int) -> None:
         """What was timed is what was meant: the misses were misses, and every row that was taken evicted another."""
         after = self.cache.counters()
-        recalled = [b - a for a, b in zip(before.recalled_rows, after.recalled_rows, strict=True)]
-        taken = [b - a for a, b in zip(before.offloaded_rows, after.offloaded_rows, strict=True)]
-        evicted = [b - a for a, b in zip(before.evicted_rows, after.evicted_rows, strict=True)]
-        assert recalled in ([REPLAYS * num_misses] * GRAPH_LAYERS, [0] * GRAPH_LAYERS), recalled
-        assert evicted == [r + t for r, t in zip(recalled, taken, strict=True)], evicted
+        for layer in range(num_layers):
+            recalled, taken, evicted = (
+                getattr(after, name)[layer] - getattr(before, name)[layer]
+                for name in ("recalled_rows", "offloaded_rows", "evicted_rows")
+            )
+            assert recalled in (REPLAYS * num_misses, 0) and evicted == recalled + taken, (recalled, taken, evicted)
 
 
 def time_step_start(gpu_tokens: int, host_tokens: int, *, appended: bool) -> float:
@@ -241,22 +245,16 @@ def run(*, host_tokens: int, gpu_tokens: int, misses: Sequence[int], row_format:
     print(f"{torch.cuda.get_device_name()}; B={BATCH} k={TOPK} N_H={host_tokens} N_G={gpu_tokens} {row_bytes} B rows")
     print(f"host pool taken and pinned at {work.pin_gib_s:.1f} GiB/s")
     for n in misses:
-        us = work.per_layer(work.branched, num_misses=n)
+        us = work.per_layer(work.branched, num_misses=n, allocate=True)
         add(Result(f"layer, writes on a branch, {n} misses", us, n * row_bytes / us / 1000))
-    for n in misses[:1]:
-        add(Result(f"layer, one after the other, {n} misses", work.per_layer(work.serial, num_misses=n)))
-        add(
-            Result(
-                f"layer, writes on a branch, {n} misses, L2 warm",
-                work.per_layer(work.branched, num_misses=n, cold=False),
-            )
-        )
+    n = misses[0]
+    us = work.per_layer(work.branched, num_misses=n, allocate=True, cold=False)
+    add(Result(f"layer, writes on a branch, {n} misses, L2 warm", us))
+    add(Result(f"layer, one after the other, {n} misses", work.per_layer(work.serial, num_misses=n)))
     for n in (0, *misses):
         add(Result(f"resolve and copy, {n} misses", work.per_layer(work.resolve, num_misses=n)))
-    add(Result(f"append {BATCH} rows", work.per_layer(work.append_each, num_misses=0)))
-    appended = work.per_layer(work.append_all, num_misses=0)
-    written = work.per_layer(work.append_all, work.write, num_misses=0)
-    add(Result(f"write {BATCH} new rows to both pools", written - appended))
+    add(Result(f"append {BATCH} rows", work.per_layer(work.append, num_misses=0)))
+    add(Result(f"write {BATCH} new rows to both pools", work.per_layer(work.write, num_misses=0, allocate=True)))
     for n in (37, 256, 2048, 26624):
         add(time_copies(work, n))
     work.cache.close()

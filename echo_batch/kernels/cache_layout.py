@@ -11,9 +11,10 @@ SELECTED, MISSING, RECALLED, EVICTED, OFFLOADED = range(5)
 (a row that several entries miss once), resident rows given up, new rows that got a GPU row and went to the host."""
 
 NUM_TOTALS = 5
-NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED = range(5, 10)
+NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED, FIRST_BIN, LAST_BIN = range(5, 12)
 """Further columns of `GroupMaps.counts` (after the five above): length of the candidate list, candidates taken in place
-of others that were in use, entries of a warm start, the clock hand, rows that could not be placed."""
+of others that were in use, entries of a warm start, the clock hand, rows that could not be placed, the youngest and
+the oldest bin of used rows that are listed."""
 
 NUM_COUNTS = 16
 AGE_BINS = 64

@@ -86,8 +86,8 @@ class Driver:
         before = self.cache.counters().evicted_rows
         for group, layers in enumerate(spec.group_layers):
             chosen = self.slots(request, [self.random.randrange(length) for _ in range(warm)])
-            rows = [self.on_device(self.host[layer, chosen]) for layer in layers]
-            self.cache.warm(group, self.on_device(chosen), rows)
+            layer_rows = [self.on_device(self.host[layer, chosen]) for layer in layers]
+            self.cache.warm(group, self.on_device(chosen), layer_rows)
         assert self.cache.counters().evicted_rows == before, "warming evicted"
         self.check()
         return True

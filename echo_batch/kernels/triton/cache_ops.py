@@ -33,6 +33,8 @@ NUM_LISTED = tl.constexpr(layout.NUM_LISTED)
 NUM_RETRIED = tl.constexpr(layout.NUM_RETRIED)
 HAND = tl.constexpr(layout.HAND)
 FAILED = tl.constexpr(layout.FAILED)
+FIRST_BIN = tl.constexpr(layout.FIRST_BIN)
+LAST_BIN = tl.constexpr(layout.LAST_BIN)
 NUM_COUNTS = tl.constexpr(layout.NUM_COUNTS)
 BINS = tl.constexpr(layout.AGE_BINS)
 FREE_BIN = tl.constexpr(layout.AGE_BINS - 1)
@@ -90,12 +92,15 @@ def prepare_kernel(counts, age_bins, totals, step, num_rows, C):
     tl.store(age_bins + BINS + bins, tl.where(is_listed, num_older, -1))
     num_listed = tl.minimum(tl.sum(tl.where(is_listed, num, 0)), C)
     tl.store(counts + columns, tl.where(columns == NUM_LISTED, num_listed, 0))  # the first eight: not the hand
+    is_used = (num > 0) & (bins < FREE_BIN)
+    tl.store(counts + FIRST_BIN, tl.min(tl.where(is_used & is_listed, bins, FREE_BIN)))
+    tl.store(counts + LAST_BIN, tl.max(tl.where(is_used, bins, -1)))
     if group == 0:
         tl.store(step, tl.load(step) + 1)
 
 
 @triton.jit
-def list_kernel(priority, candidates, age_bins, step, num_rows, C, ONLY_FREE: tl.constexpr, R: tl.constexpr):
+def list_kernel(priority, candidates, counts, age_bins, step, num_rows, C, ONLY_FREE: tl.constexpr, R: tl.constexpr):
     """Write the rows of the listed bins (or the free ones alone) to `candidates`, the oldest first."""
     group = tl.program_id(1)
     candidates += group * C
@@ -109,10 +114,17 @@ def list_kernel(priority, candidates, age_bins, step, num_rows, C, ONLY_FREE: tl
         place = tl.atomic_add(ends + FREE_BIN, num_free, sem="relaxed") + tl.cumsum(is_free.to(tl.int32), 0) - 1
         tl.store(candidates + place, rows, mask=is_free & (place < C))
     if not ONLY_FREE:
-        age_bin = bin_of(last_used, tl.load(step))
-        is_listed = inside & (last_used >= 0) & (tl.load(ends + age_bin) >= 0)
-        place = tl.atomic_add(ends + age_bin, tl.full([R], 1, tl.int32), mask=is_listed, sem="relaxed")
-        tl.store(candidates + place, rows, mask=is_listed & (place < C))
+        age_bin = tl.where(inside & (last_used >= 0), bin_of(last_used, tl.load(step)), -1)
+        # Mostly one to three bins. An atomic for each row instead would queue thousands on one address.
+        current = tl.load(counts + group * NUM_COUNTS + FIRST_BIN)
+        last = tl.load(counts + group * NUM_COUNTS + LAST_BIN)
+        while current <= last:
+            is_current = age_bin == current
+            num = tl.sum(is_current.to(tl.int32))
+            if num > 0:
+                place = tl.atomic_add(ends + current, num, sem="relaxed") + tl.cumsum(is_current.to(tl.int32), 0) - 1
+                tl.store(candidates + place, rows, mask=is_current & (place < C))
+            current += 1
 
 
 @triton.jit
@@ -478,6 +490,7 @@ def _list(maps: GroupMaps, step: Tensor, *, only_free: bool) -> None:
     list_kernel[(triton.cdiv(num_rows, SCAN_ROWS), num_groups)](
         maps.priority,
         maps.candidates,
+        maps.counts,
         maps.age_bins,
         step,
         num_rows,

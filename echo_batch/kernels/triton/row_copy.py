@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COPY_PROGRAMS = 512
-"""Programs of one copy at most, one warp and one row at a time each: about twice the rows that must be in flight
-(66 x 4 on an H200) to saturate the link."""
+COPY_PROGRAMS = 256
+COPY_ROWS = 4
+"""Programs of one copy at most, and the rows that each has in flight: together several times what saturates the link
+(264 rows on an H200), as index loads and stores leave gaps."""
 
 
 def row_words(rows: Tensor) -> tuple[Tensor, int]:
@@ -49,21 +50,29 @@ def copy_rows_kernel(
     HAS_COUNT: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    R: tl.constexpr,
 ):
     num = n
     if HAS_COUNT:
         num = tl.minimum(n, tl.load(count))
-    i = tl.program_id(0)
-    while i < num:
+    stride = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)[None, :]
+    start = tl.program_id(0)
+    while start < num:
+        # Neighbouring entries go to different programs, so that few rows are spread too.
+        i = start + tl.arange(0, R) * stride
         from_row = i
         to_row = i
         if HAS_SOURCE_INDEX:
-            from_row = tl.load(source_index + i)
+            from_row = tl.load(source_index + i, mask=i < num, other=-1)
         if HAS_TARGET_INDEX:
-            to_row = tl.load(target_index + i)
-        if (from_row >= 0) & (to_row >= 0):
-            store_row(target, to_row, load_row(source, from_row, WORDS, BLOCK), WORDS, BLOCK)
-        i += tl.num_programs(0)
+            to_row = tl.load(target_index + i, mask=i < num, other=-1)
+        valid = (i < num) & (from_row >= 0) & (to_row >= 0)
+        mask = (columns < WORDS) & valid[:, None]
+        # Cached in L2 at most, as in load_row.
+        words = tl.load(source + from_row.to(tl.int64)[:, None] * WORDS + columns, mask=mask, cache_modifier=".cg")
+        tl.store(target + to_row.to(tl.int64)[:, None] * WORDS + columns, words, mask=mask)
+        start += R * stride
 
 
 @triton.jit
@@ -106,7 +115,8 @@ def copy_rows(
         HAS_COUNT=count is not None,
         WORDS=words,
         BLOCK=triton.next_power_of_2(words),
-        num_warps=1,
+        R=COPY_ROWS,
+        num_warps=COPY_ROWS,
     )
 
 

@@ -28,7 +28,8 @@ def ints(*values: int) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("row_bytes", ROW_BYTES)
 def test_copies_like_the_reference(device: str, row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_copy, "COPY_PROGRAMS", 3)
+    monkeypatch.setattr(row_copy, "COPY_PROGRAMS", 2)
+    monkeypatch.setattr(row_copy, "COPY_ROWS", 2)
     host, gpu = rows(20, row_bytes), rows(12, row_bytes)
     for source_index, target_index, count in (
         (ints(19, -1, 5, 7, 0), ints(0, 1, -1, 11, 4), None),
