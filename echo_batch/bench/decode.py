@@ -8,6 +8,7 @@ without.
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,26 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
         "evicted_rows_per_step": sum(evicted) / options.steps,
         "offloaded_rows_per_step": sum(offloaded) / options.steps,
         "active_rows_at_end": int(runner.state.active.sum()),
+        "kernels": _kernels(step) if on_gpu else None,
     }
+
+
+def _kernels(step: Callable[[], None], replays: int = 5) -> list[dict[str, Any]]:
+    """Time and number of launches of every kernel of a step, longest first (kernels of two branches overlap)."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(replays):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name, []).append(event.device_time)
+    rows = [
+        {"name": name[:120], "us": round(sum(times) / replays, 2), "launches": len(times) / replays}
+        for name, times in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
 
 
 def write_json(result: dict[str, Any], path: str | None) -> None:
