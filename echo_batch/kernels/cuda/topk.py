@@ -7,11 +7,13 @@ from echo_batch.kernels.cuda.runtime import INT32, INT64, POINTER, UINT32, launc
 
 _CLUSTER = 8
 """Blocks that share a row: the largest portable cluster."""
-_THREADS = 512
+_THREADS = 1024
 _SHARED_BYTES = 16384
 """At least sizeof(Shared) of topk.cu."""
-_RESIDENT_CHUNKS = (1, 2, 4, 6, 8, 10)
-"""Instances that hold the row in registers: float4 a lane. Longer rows are read again in every pass."""
+_MAX_RESIDENT_CHUNKS = 5
+"""Largest instance that holds a row in registers (float4 a lane), for 163,840 scores. Longer rows are read again in
+every pass, four float4 a lane at a time."""
+_TILE_CHUNKS = 4
 MAX_WIDTH = 1 << 20
 """Positions have 20 bits in the kernel's keys."""
 
@@ -36,13 +38,16 @@ def topk_positions(
         return positions, kth
     stride = scores.stride(0)
     aligned = stride % 4 == 0 and width % 4 == 0 and scores.data_ptr() % 16 == 0
+    chunks = -(-width // (_CLUSTER * _THREADS * 4))
+    resident = chunks <= _MAX_RESIDENT_CHUNKS
     kernel = load_kernel(
         "topk.cu",
         "topk_positions",
         (
             ("CLUSTER", _CLUSTER),
             ("THREADS", _THREADS),
-            ("MAX_CHUNKS", resident_chunks(width)),
+            ("MAX_CHUNKS", chunks if resident else _TILE_CHUNKS),
+            ("RESIDENT", int(resident)),
             ("ALIGNED", int(aligned)),
         ),
         _SHARED_BYTES,
@@ -68,9 +73,3 @@ def topk_positions(
             ),
         )
     return positions, kth
-
-
-def resident_chunks(width: int) -> int:
-    """The smallest instance that holds rows of this width in registers, 0 if none does."""
-    needed = -(-width // (_CLUSTER * _THREADS * 4))
-    return next((chunks for chunks in _RESIDENT_CHUNKS if chunks >= needed), 0)

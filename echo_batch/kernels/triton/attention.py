@@ -64,8 +64,10 @@ def _attention_kernel(
         if FORMAT == "fp8":
             values_ptrs = row_ptrs.to(tl.pointer_type(tl.float8e4nv))[:, None] + dim[None, :]
             values = tl.load(values_ptrs, mask=valid[:, None], other=0.0).to(tl.float32)
-            scale_ptrs = (row_ptrs + LATENT).to(tl.pointer_type(tl.float32))[:, None] + dim[None, :] // 128
-            latent = (values * tl.load(scale_ptrs, mask=valid[:, None], other=0.0)).to(COMPUTE)
+            scale_ptrs = (row_ptrs + LATENT).to(tl.pointer_type(tl.float32))[:, None]
+            scale = tl.load(scale_ptrs + tl.arange(0, LATENT // 128)[None, :], mask=valid[:, None], other=0.0)
+            latent = tl.reshape(values, (BLOCK_N, LATENT // 128, 128)) * scale[:, :, None]
+            latent = tl.reshape(latent, (BLOCK_N, LATENT)).to(COMPUTE)
             rope_ptrs = (row_ptrs + LATENT + 4 * (LATENT // 128)).to(tl.pointer_type(tl.bfloat16))
             rope = tl.load(rope_ptrs[:, None] + rope_dim[None, :], mask=valid[:, None], other=0.0)
         else:

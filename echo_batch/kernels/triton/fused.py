@@ -57,7 +57,7 @@ def _query_part(
     if QUANTIZE:
         grouped = tl.reshape(normed.to(tl.float32), (WIDTH_P2 // GROUP, GROUP))
         scale = group_scale(tl.max(tl.abs(grouped), 1), UE8M0)
-        values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape))
+        values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape), UE8M0)
         tl.store(values_ptr + column, tl.reshape(values, (WIDTH_P2,)), mask=inside)
         group = tl.arange(0, WIDTH_P2 // GROUP)
         tl.store(scale_ptr + group * scale_group_stride, scale, mask=group * GROUP < width)

@@ -47,7 +47,7 @@ def _rms_norm_kernel(
         # Of the rounded norm: a separate quantization of the result gives the same bits.
         grouped = tl.reshape(normed.to(tl.float32), (WIDTH_P2 // GROUP, GROUP))
         scale = group_scale(tl.max(tl.abs(grouped), 1), UE8M0)
-        values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape))
+        values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape), UE8M0)
         tl.store(values_ptr + row * width + column, tl.reshape(values, (WIDTH_P2,)), mask=inside)
         group = tl.arange(0, WIDTH_P2 // GROUP)
         at = row * scale_row_stride + group.to(tl.int64) * scale_group_stride

@@ -22,7 +22,7 @@ def store_kv_row(row_ptr, latent, rope, valid, FORMAT: tl.constexpr, LATENT: tl.
     if FORMAT == "fp8":
         grouped = tl.reshape(latent, (LATENT // 128, 128))
         scale = group_scale(tl.max(tl.abs(grouped), 1), False)
-        values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape))
+        values = to_fp8(grouped, tl.broadcast_to(scale[:, None], grouped.shape), False)
         as_bytes = tl.reshape(values, (LATENT,)).to(tl.uint8, bitcast=True)
         tl.store(row_ptr + column, as_bytes, mask=column < tl.where(valid, LATENT, 0))
         group = tl.arange(0, LATENT // 128)
@@ -88,8 +88,10 @@ def _dequantize_kernel(
     rope_column = tl.arange(0, ROPE)[None, :]
     row_ptrs = rows_ptr + row * row_stride
     values = tl.load(row_ptrs.to(tl.pointer_type(tl.float8e4nv))[:, None] + column, mask=inside, other=0.0)
-    scale_ptrs = (row_ptrs + LATENT).to(tl.pointer_type(tl.float32))[:, None] + column // 128
-    latent = values.to(tl.float32) * tl.load(scale_ptrs, mask=inside, other=0.0)
+    scale_ptrs = (row_ptrs + LATENT).to(tl.pointer_type(tl.float32))[:, None]
+    scale = tl.load(scale_ptrs + tl.arange(0, LATENT // 128)[None, :], mask=inside, other=0.0)
+    latent = tl.reshape(values.to(tl.float32), (ROWS, LATENT // 128, 128)) * scale[:, :, None]
+    latent = tl.reshape(latent, (ROWS, LATENT))
     rope_ptrs = (row_ptrs + LATENT + 4 * (LATENT // 128)).to(tl.pointer_type(tl.bfloat16))[:, None] + rope_column
     out_ptrs = out_ptr + row[:, None] * (LATENT + ROPE)
     tl.store(out_ptrs + column, latent.to(tl.bfloat16), mask=inside)

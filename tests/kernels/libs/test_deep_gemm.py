@@ -76,7 +76,7 @@ def test_index_scores_paged(library: DeepGemm, num_heads: int) -> None:
     assert got.shape == expected.shape
     for row, length in enumerate(lengths.tolist()):
         if length:
-            assert difference(got[row, :length], expected[row, :length]) < 1e-9
+            assert difference(got[row, :length], expected[row, :length]) < 1e-7
 
 
 @pytest.mark.gpu
@@ -90,4 +90,4 @@ def test_index_scores_contiguous(library: DeepGemm) -> None:
     expected = indexer.index_scores_contiguous(query, weights, keys, ends, FP8_KEY)
     assert got.shape == expected.shape
     inside = torch.arange(20001, device=DEVICE) < ends[:, None]
-    assert difference(got[inside], expected[inside]) < 1e-9
+    assert difference(got[inside], expected[inside]) < 1e-7

@@ -10,6 +10,8 @@ from echo_batch.kernels.triton.attention import sparse_mla
 from tests.kernels.triton.common import DEVICE, difference, randn
 
 SCALE = 0.135
+BF16_COMPUTE = 3e-5
+"""bf16 rows, weights and result."""
 
 
 def selection(num_tokens: int, k: int, num_rows: int, seed: int) -> torch.Tensor:
@@ -34,7 +36,11 @@ def poisoned_rows(num_rows: int, fmt: RowFormat, indices: torch.Tensor) -> torch
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "num_heads", "limit"),
-    [("fp8", torch.bfloat16, 20, 1e-5), ("bf16", torch.bfloat16, 4, 1e-5), ("fp32", torch.float32, 20, 1e-11)],
+    [
+        ("fp8", torch.bfloat16, 20, BF16_COMPUTE),
+        ("bf16", torch.bfloat16, 4, BF16_COMPUTE),
+        ("fp32", torch.float32, 20, 1e-11),
+    ],
 )
 @pytest.mark.parametrize("k", [48, 300])
 def test_same_as_reference(kind: str, dtype: torch.dtype, num_heads: int, limit: float, k: int) -> None:
@@ -66,4 +72,4 @@ def test_real_shapes(kind: str, num_tokens: int) -> None:
     rows = poisoned_rows(50000, fmt, indices)
     query = randn(num_tokens, 128, 576, seed=1, dtype=torch.bfloat16)
     got = sparse_mla(query, rows, indices, SCALE, fmt)
-    assert difference(got, reference(query, rows, indices, SCALE, fmt)) < 1e-5
+    assert difference(got, reference(query, rows, indices, SCALE, fmt)) < BF16_COMPUTE

@@ -54,9 +54,9 @@ def test_latent_inputs(kind: str, index_kind: str | None, dtype: torch.dtype, ue
     if ue8m0 is None:
         assert got.query.quantized is None
     else:
-        values, scale = quant.quantize_groups(got.query.values, ue8m0=ue8m0)
-        assert torch.equal(got.query.quantized.view(torch.uint8), values.view(torch.uint8))
-        assert torch.equal(got.query.scale, scale)
+        values, scale = quant.quantize_groups(got.query.values.cpu(), ue8m0=ue8m0)
+        assert torch.equal(got.query.quantized.cpu().view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(got.query.scale.cpu(), scale)
     limit = FP8_LIMIT if kind == "fp8" else limit
     for part, expected_part in zip(
         rows.unpack_kv_rows(got.kv_row, row_format), rows.unpack_kv_rows(expected.kv_row, row_format)

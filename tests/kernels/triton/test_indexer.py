@@ -7,7 +7,8 @@ from echo_batch.kernels.reference import rows
 from echo_batch.kernels.triton import indexer
 from tests.kernels.triton.common import DEVICE, difference, randn
 
-LIMIT = 1e-9
+LIMIT = 1e-7
+"""fp8 products are summed with fewer bits than fp32 on tensor cores."""
 
 
 def inputs(kind: str, num_tokens: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:

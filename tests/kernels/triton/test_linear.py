@@ -23,7 +23,7 @@ def test_block_scaled(num_rows: int, num_columns: int, inner: int, dtype: torch.
     got = linear.linear(Activation(x), weight)
     expected = reference.linear(Activation(x), weight)
     assert got.dtype == dtype
-    assert difference(got, expected) < (1e-10 if dtype == torch.float32 else 1e-5)
+    assert difference(got, expected) < (1e-7 if dtype == torch.float32 else 1e-5)
 
 
 def test_plain_weights() -> None:
