@@ -1,4 +1,4 @@
-"""RunConfig: what the user asked for, frozen. Made from options, TOML and `--set`; nothing is ever written back into it.
+"""RunConfig: what the user asked for, frozen. Made from options, TOML and `--set`; nothing is written back into it.
 
 What will happen is decided from it by `engine.plan.make_plan`. Imports no torch.
 """

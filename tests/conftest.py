@@ -1,12 +1,20 @@
 """Fixtures that all tests share."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import checkpoints
 from tests.checkpoints import Family, Kind
+
+
+def pytest_configure() -> None:
+    """Triton decides at import whether kernels are interpreted: say so before any test module imports one."""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
