@@ -22,7 +22,15 @@ from echo_batch.config import RunConfig
 from echo_batch.engine.hardware import Hardware, detect_hardware
 from echo_batch.engine.plan import Plan, cache_formats, compute_dtype, row_limit
 from echo_batch.engine.plan_table import plan_summary, plan_to_dict
-from echo_batch.errors import EchoBatchError, EngineLostError, InterruptedJobError, OutputError
+from echo_batch.errors import (
+    ConfigError,
+    EchoBatchError,
+    EngineLostError,
+    InputError,
+    InterruptedJobError,
+    ModelError,
+    OutputError,
+)
 from echo_batch.files import write_json_atomic
 from echo_batch.hub import demo_model_dir
 from echo_batch.io.fingerprint import config_as_dict, job_fingerprint, model_fingerprint, tokenizer_fingerprint
@@ -35,7 +43,7 @@ from echo_batch.io.reader import Source, open_source
 from echo_batch.io.requests import RequestBuilder
 from echo_batch.io.run_dir import LOSSES_ALONE, LOSSES_FAILED, RunDirectory
 from echo_batch.io.writer import PartWriter
-from echo_batch.preflight import ModelFiles, inspect_model, make_builder, make_chat, plan_for, read_input
+from echo_batch.preflight import ModelFiles, check_options, inspect_model, make_builder, make_chat, plan_for, read_input
 from echo_batch.report.metrics import JobMetrics, versions
 from echo_batch.report.progress import make_progress
 from echo_batch.report.summary import print_summary
@@ -74,6 +82,7 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
         stop = stack.enter_context(StopFlag())
         hardware = detect_hardware(config.engine.device)
         model = inspect_model(config)
+        check_options(config, model)
         # The lock comes before the input is read: a second copy of a nightly job ends here at once.
         run = stack.enter_context(closing(RunDirectory.lock(output, inputs=_local_paths(config))))
         metrics = JobMetrics()
@@ -93,6 +102,8 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
             exit_code = job.run(source, form)
         except EchoBatchError as error:
             ended = run.interrupted(str(error)) if isinstance(error, InterruptedJobError) else error
+            if isinstance(error, ConfigError | ModelError | InputError | OutputError):
+                run.excuse()
             message, exit_code = str(ended), ended.exit_code
             raise ended from error
         except Exception as error:

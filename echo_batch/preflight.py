@@ -87,6 +87,12 @@ def make_builder(
     )
 
 
+def check_options(config: RunConfig, model: ModelFiles) -> None:
+    """Raise now what the first request would: a bad template, chat options, generation_config (ConfigError,
+    ModelError)."""
+    make_builder(config, model, make_chat(config, model), context_tokens=model.config.max_position_embeddings)
+
+
 def read_input(
     config: RunConfig, model: ModelFiles, source: Source, builder: RequestBuilder, index_path: Path, context_tokens: int
 ) -> Iterator[IndexProgress]:

@@ -104,6 +104,10 @@ def join_results(
 
     With `limited` the input may have more rows than num_rows. Raises EchoBatchError when their numbers differ.
     """
+    if not source.schema.names:
+        # No row could be read. Arrow forgets the number of rows of batches without columns.
+        yield from results
+        return
     tables = iter(results)
     current = schema.empty_table().select(range(len(source.schema), len(schema)))
     done = 0

@@ -49,6 +49,7 @@ class RunDirectory:
         self._lock = lock
         self._manifest: Manifest | None = None
         self._closed = False
+        self._forgotten = False
         self._refused = False
         """Nothing here is of any use: the output belongs to another job, or is finished."""
 
@@ -143,6 +144,8 @@ class RunDirectory:
         if self._manifest is not None:
             self._manifest.close(tidy=self.state == "complete")
             self._manifest = None
+        if self._forgotten:
+            self._remove_manifest()
         if self._refused:
             for entry in self.path.iterdir():
                 _remove(entry)
@@ -210,6 +213,13 @@ class RunDirectory:
             return InterruptedJobError(f"{reason}; the same command resumes the job")
         self.manifest.set(barren_starts=0)  # said once; whoever runs it again wants to try again
         return EchoBatchError(f"{reason}; {starts} starts in a row finished no row{self._suspects()}")
+
+    def excuse(self) -> None:
+        """This start ended with something that the user can see and put right (a plan that does not fit, a full disk):
+        it is none of the starts that died. Without a committed row the job is forgotten when this is closed, so that the
+        next start may change anything; its report and log stay until then."""
+        self.manifest.set(barren_starts=max(0, int(self.manifest.get("barren_starts")) - 1))
+        self._forgotten = self.manifest.num_committed() == 0
 
     def publish_output(self, temporary: Path) -> None:
         """Gives the finished output its name and marks the job complete. Raises OutputError."""
@@ -328,8 +338,7 @@ class RunDirectory:
         replaces = FileStamp.of(self.output).as_list() if self.output.exists() else None
         with write_errors(self.path):
             # The manifest goes first: whatever is left of the old job without it counts as nothing.
-            for name in ("manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm"):
-                (self.path / name).unlink(missing_ok=True)
+            self._remove_manifest()
             fsync_dir(self.path)
             for entry in self.path.iterdir():
                 if entry.name not in keep:
@@ -352,6 +361,10 @@ class RunDirectory:
             }
         )
         fsync_dir(self.path)
+
+    def _remove_manifest(self) -> None:
+        for name in ("manifest.sqlite", "manifest.sqlite-wal", "manifest.sqlite-shm"):
+            (self.path / name).unlink(missing_ok=True)
 
     def _remove_leftovers(self, manifest: Manifest) -> None:
         """Removes parts that no transaction names, temporary files and a half-done merge."""
