@@ -88,8 +88,7 @@ def test_shared_runs_equal_runs_alone(
         assert_greedy(directory, PROMPTS[1], expected[1])
         settings += [
             dict(group=2048, chunk=50),  # one group: prefixes are computed beside those that need them
-            dict(group=300, offload=False),
-            dict(seqs=2, group=2048),
+            dict(group=300, offload=False, seqs=2),
         ]
     for setting in settings:
         core = make_core(model, tiny_plan(model, **setting))
