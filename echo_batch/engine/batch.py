@@ -13,9 +13,6 @@ from echo_batch.engine.sequence import Sequence
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.reference.sampling import SamplingTensors
 
-RUNNING, STOPPED, LENGTH, NON_FINITE, NO_BLOCK = 0, 1, 2, 3, 4
-"""Finish codes of a row. NON_FINITE and NO_BLOCK fail the row alone."""
-
 MAX_STOP_IDS = 32
 """Room for EOS and stop ids of one row."""
 
@@ -108,13 +105,3 @@ class BatchState:
         """The row becomes padding from the next step on."""
         self.active[row] = False
         self.block_table[row] = -1
-
-
-def finish_codes(
-    *, tokens: Tensor, positions: Tensor, logits_finite: Tensor, stop_ids: Tensor, last_position: Tensor
-) -> Tensor:
-    """Finish code int32 `[B]` of rows whose token at `positions` was just sampled (all `[B]`, stop_ids `[B, S]`)."""
-    code = torch.zeros_like(positions)
-    code = torch.where(positions >= last_position, LENGTH, code)
-    code = torch.where((tokens[:, None] == stop_ids).any(dim=1), STOPPED, code)
-    return torch.where(logits_finite, code, NON_FINITE).to(torch.int32)

@@ -14,7 +14,7 @@ import torch
 
 from echo_batch.cache.blocks import BlockAllocator
 from echo_batch.cache.manager import KVCache
-from echo_batch.engine.batch import LENGTH, MAX_STOP_IDS, NO_BLOCK, NON_FINITE, RUNNING, STOPPED, BatchState
+from echo_batch.engine.batch import MAX_STOP_IDS, BatchState
 from echo_batch.engine.decode import StepLogits
 from echo_batch.engine.losses import device_loss
 from echo_batch.engine.plan import Plan
@@ -28,6 +28,7 @@ from echo_batch.engine.stops import Detokenizer, StopChecker
 from echo_batch.errors import EngineLostError
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.reference.sampling import LENGTH, NO_BLOCK, NON_FINITE, RUNNING, STOPPED
 from echo_batch.models.model import Model
 from echo_batch.request import Completion, FinishReason, Request, RowFailure, TokenLogprobs
 

@@ -16,7 +16,7 @@ from echo_batch.models.model import Model
 
 
 class StepLogits(NamedTuple):
-    """A step's output and the logits it was sampled from (fp32 `[B, V]`; rows with a non-finite value are zeros)."""
+    """A step's output and the logits it was sampled from (fp32 `[B, V]`; a row that is not finite means nothing)."""
 
     output: StepOutput
     logits: Tensor
@@ -74,6 +74,7 @@ def decode_logits(
     spec, config = cache.spec, model.config
     seq_lens = torch.where(active, positions + 1, 0)
     new_slots = ops.positions_to_slots(torch.where(active, positions, -1)[:, None], block_table)[:, 0]
+    schedule = ops.index_schedule(seq_lens)
     cache.begin_step()
     stream, angles = model.embed(token_ids), model.angles(positions)
     # Before anything is scored: the new tokens' rows must be there when a selection names them.
@@ -96,6 +97,7 @@ def decode_logits(
                     block_table,
                     seq_lens,
                     spec.index_format,
+                    schedule,
                 )
                 selected, _ = ops.topk_positions(scores, seq_lens, spec.index_topk, predicted[group], update=True)
                 resolution = cache.resolve(group, ops.positions_to_slots(selected, block_table))

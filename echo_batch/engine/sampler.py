@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echo_batch.engine.batch import NO_BLOCK, BatchState, finish_codes
+from echo_batch.engine.batch import BatchState
 from echo_batch.kernels.ops import Ops
 
 
@@ -36,24 +36,29 @@ def sample_rows(
 
     logits fp32 `[B, V]` of rows whose last known token stands at `state.positions`; inactive rows must have been
     activated by the caller (prefill) or are left untouched (padding). `has_block` bool `[B]`: False flags NO_BLOCK.
-    Second result: the logits that were sampled from, zeros where a row has a non-finite value.
+    Second result: the logits that were sampled from (a row that is not finite may have become zeros).
     """
-    active = state.active[rows]
-    positions = state.positions[rows] + 1
-    finite = torch.isfinite(logits).all(dim=-1)
-    # A flagged row samples from zeros: its token is never used, and NaN stays out of the sampler.
-    logits = torch.where(finite[:, None], logits, 0.0)
-    tokens = ops.sample(logits, state.sampling(rows, positions), greedy_only=greedy_only)
-    codes = finish_codes(
-        tokens=tokens,
-        positions=positions,
-        logits_finite=finite,
-        stop_ids=state.stop_ids[rows],
-        last_position=state.last_position[rows],
+    if greedy_only:
+        tokens, finite = ops.greedy_sample(logits)
+    else:
+        finite = torch.isfinite(logits).all(dim=-1)
+        # A flagged row samples from zeros: its token is never used, and NaN stays out of the sampler.
+        logits = torch.where(finite[:, None], logits, 0.0)
+        tokens = ops.sample(logits, state.sampling(rows, state.positions[rows] + 1))
+    # Rows chosen by a tensor are copies: write them back.
+    token_ids, positions, active = state.token_ids[rows], state.positions[rows], state.active[rows]
+    output = StepOutput(
+        *ops.advance_rows(
+            tokens,
+            finite,
+            has_block,
+            token_ids=token_ids,
+            positions=positions,
+            active=active,
+            stop_ids=state.stop_ids[rows],
+            last_position=state.last_position[rows],
+        )
     )
-    codes = torch.where(has_block, codes, NO_BLOCK)
-    output = StepOutput(torch.where(active, tokens, -1), torch.where(active, codes, 0))
-    state.token_ids[rows] = torch.where(active, tokens, state.token_ids[rows])
-    state.positions[rows] = torch.where(active, positions, state.positions[rows])
-    state.active[rows] = active & (codes == 0)
+    if isinstance(rows, Tensor):
+        state.token_ids[rows], state.positions[rows], state.active[rows] = token_ids, positions, active
     return output, logits

@@ -12,7 +12,7 @@ from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.libs.deep_gemm import DeepGemm, load_deep_gemm
 from echo_batch.kernels.libs.flash_mla import FlashMla, load_flash_mla
 from echo_batch.kernels.ops import Ops
-from echo_batch.kernels.triton import attention, fused, indexer, linear, moe, norm_rope, rows, slots, topk
+from echo_batch.kernels.triton import attention, fused, indexer, linear, moe, norm_rope, rows, sampling, slots, topk
 from echo_batch.kernels.weights import QuantizedWeight, Weight
 
 
@@ -54,11 +54,14 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         quantize_index_query=rows.quantize_index_query,
         write_index_keys=rows.write_index_keys,
         read_index_keys=rows.read_index_keys,
+        index_schedule=found.index_schedule,
         index_scores_paged=found.index_scores_paged,
         index_scores_contiguous=found.index_scores_contiguous,
         topk_positions=cuda_topk.topk_positions if libraries.cuda_kernels else topk.topk_positions,
         positions_to_slots=slots.positions_to_slots,
         sparse_mla=found.sparse_mla,
+        greedy_sample=sampling.greedy_sample,
+        advance_rows=sampling.advance_rows,
     )
 
 
@@ -86,12 +89,23 @@ class _Dispatch:
             return library.routed_experts(x, experts, weights, gate_up, down)
         return moe.routed_experts(x, experts, weights, gate_up, down)
 
+    def index_schedule(self, seq_lens: Tensor) -> Tensor | None:
+        library = self.libraries.deep_gemm
+        return None if library is None else library.index_schedule(seq_lens)
+
     def index_scores_paged(
-        self, query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat
+        self,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        fmt: IndexFormat,
+        schedule: Tensor | None = None,
     ) -> Tensor:
         library = self.libraries.deep_gemm
         if library is not None and fmt.kind == "fp8" and query.shape[1] in (32, 64):
-            return library.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
+            return library.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt, schedule)
         return indexer.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
 
     def index_scores_contiguous(

@@ -10,13 +10,25 @@ from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.reference import attention, fused, indexer, linear, moe, rope, rows, sampling, slots, topk
 from echo_batch.kernels.reference.fused import LatentInputs
+from echo_batch.kernels.reference.sampling import SamplingTensors
 from echo_batch.kernels.weights import Weight
 
 
-class Sampler(Protocol):
-    """`sampling.sample`."""
+class AdvanceOp(Protocol):
+    """`sampling.advance_rows`."""
 
-    def __call__(self, logits: Tensor, params: sampling.SamplingTensors, *, greedy_only: bool = False) -> Tensor: ...
+    def __call__(
+        self,
+        tokens: Tensor,
+        finite: Tensor,
+        has_block: Tensor,
+        *,
+        token_ids: Tensor,
+        positions: Tensor,
+        active: Tensor,
+        stop_ids: Tensor,
+        last_position: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class LatentInputsOp(Protocol):
@@ -40,6 +52,21 @@ class LatentInputsOp(Protocol):
         index_format: IndexFormat,
         ue8m0: bool | None,
     ) -> LatentInputs: ...
+
+
+class PagedScoresOp(Protocol):
+    """`indexer.index_scores_paged`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        fmt: IndexFormat,
+        schedule: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class TopkOp(Protocol):
@@ -84,12 +111,15 @@ class Ops:
     quantize_index_query: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
     write_index_keys: Callable[[Tensor, Tensor, Tensor, IndexFormat], None]
     read_index_keys: Callable[[Tensor, Tensor, IndexFormat], Tensor]
-    index_scores_paged: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, IndexFormat], Tensor]
+    index_schedule: Callable[[Tensor], Tensor | None]
+    index_scores_paged: PagedScoresOp
     index_scores_contiguous: Callable[[Tensor, Tensor, Tensor, Tensor, IndexFormat], Tensor]
     topk_positions: TopkOp
     positions_to_slots: Callable[[Tensor, Tensor], Tensor]
     sparse_mla: Callable[[Tensor, Tensor, Tensor, float, RowFormat], Tensor]
-    sample: Sampler
+    sample: Callable[[Tensor, SamplingTensors], Tensor]
+    greedy_sample: Callable[[Tensor], tuple[Tensor, Tensor]]
+    advance_rows: AdvanceOp
     token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -111,11 +141,14 @@ def reference_ops() -> Ops:
         quantize_index_query=rows.quantize_index_query,
         write_index_keys=rows.write_index_keys,
         read_index_keys=rows.read_index_keys,
+        index_schedule=indexer.index_schedule,
         index_scores_paged=indexer.index_scores_paged,
         index_scores_contiguous=indexer.index_scores_contiguous,
         topk_positions=topk.topk_positions,
         positions_to_slots=slots.positions_to_slots,
         sparse_mla=attention.sparse_mla,
         sample=sampling.sample,
+        greedy_sample=sampling.greedy_sample,
+        advance_rows=sampling.advance_rows,
         token_logprobs=sampling.token_logprobs,
     )

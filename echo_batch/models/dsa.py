@@ -86,5 +86,8 @@ def attention_inputs(
 
 def attention_output(ops: Ops, weights: AttentionWeights, latent: Tensor) -> Tensor:
     """Attended latent [T, H, 512] -> per-head values -> output projection [T, D]."""
-    values = torch.bmm(latent.transpose(0, 1), weights.value_up.transpose(1, 2))
-    return ops.linear(Activation(values.transpose(0, 1).flatten(1)), weights.o)
+    heads, num_values = weights.value_up.shape[:2]
+    values = latent.new_empty(latent.shape[0], heads, num_values)
+    # Written where the output projection reads it: heads side by side.
+    torch.bmm(latent.transpose(0, 1), weights.value_up.transpose(1, 2), out=values.transpose(0, 1))
+    return ops.linear(Activation(values.flatten(1)), weights.o)

@@ -17,7 +17,7 @@ class IndexerWeights:
     k_norm_bias: Tensor
     """fp32 [128]"""
     weights_proj: Tensor
-    """fp32 [Hi, D]"""
+    """bf16 or fp32 [Hi, D]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class MlpWeights:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeWeights:
     gate: Tensor
-    """fp32 [E, D]"""
+    """bf16 or fp32 [E, D]"""
     bias: Tensor
     """fp32 [E], for selection only"""
     experts: MlpWeights

@@ -185,7 +185,7 @@ class WeightBuilder:
             wq_b=self._linear(prefix + "wq_b.weight"),
             k_norm=self._plain(prefix + "k_norm.weight"),
             k_norm_bias=self._plain(prefix + "k_norm.bias"),
-            weights_proj=self._plain(prefix + "weights_proj.weight"),
+            weights_proj=self._exact(prefix + "weights_proj.weight"),
         )
 
     def _mlp(self, prefix: str) -> MlpWeights:
@@ -198,7 +198,7 @@ class WeightBuilder:
         config = self._config
         hidden, intermediate = config.hidden_size, config.moe_intermediate_size
         return MoeWeights(
-            gate=self._plain(prefix + "gate.weight"),
+            gate=self._exact(prefix + "gate.weight"),
             bias=self._plain(prefix + "gate.e_score_correction_bias"),
             experts=MlpWeights(
                 gate_up=self._stacked(prefix, ("gate_proj", "up_proj"), (2 * intermediate, hidden)),
@@ -211,6 +211,12 @@ class WeightBuilder:
     def _plain(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         # Always a copy: what safetensors returns may be the mapped file itself.
         return dequantize(self._source.read(name), dtype).clone()
+
+    def _exact(self, name: str) -> Tensor:
+        """A matrix of `linear_fp32`: bf16 where file and model are (products of bf16 are exact in fp32), else fp32."""
+        read = self._source.read(name)
+        is_bf16 = isinstance(read, Tensor) and read.dtype == self._dtype == torch.bfloat16
+        return dequantize(read, torch.bfloat16 if is_bf16 else torch.float32).clone()
 
     def _linear(self, name: str) -> Weight:
         return self._merged([name])

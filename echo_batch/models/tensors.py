@@ -6,7 +6,7 @@ from typing import Literal
 
 from echo_batch.models.config import ModelConfig
 
-Role = Literal["linear", "fp32", "matrix"]
+Role = Literal["linear", "fp32", "exact", "matrix"]
 Component = Literal["embedding", "attention", "indexer", "dense_mlp", "router", "experts", "shared_experts", "norms"]
 
 
@@ -15,7 +15,8 @@ class TensorSpec:
     """One tensor of a checkpoint.
 
     role: "linear" may be stored in fp8 with a `weight_scale_inv` beside it; "fp32" is kept in fp32 in memory (norms,
-    router, head weights of the indexer); "matrix" is kept in the compute dtype (embedding, output head).
+    router bias); "exact" is used with fp32 results (router, head weights of the indexer) and kept as bf16 only where it
+    is bf16 in the file; "matrix" is kept in the compute dtype (embedding, output head).
     """
 
     name: str
@@ -58,7 +59,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
     if config.layers[layer].mlp == "dense":
         yield from _mlp_tensors(mlp, hidden, config.intermediate_size, "dense_mlp")
         return
-    yield TensorSpec(mlp + "gate.weight", (config.n_routed_experts, hidden), "fp32", "router")
+    yield TensorSpec(mlp + "gate.weight", (config.n_routed_experts, hidden), "exact", "router")
     yield TensorSpec(mlp + "gate.e_score_correction_bias", (config.n_routed_experts,), "fp32", "router")
     for expert in range(config.n_routed_experts):
         yield from _mlp_tensors(f"{mlp}experts.{expert}.", hidden, config.moe_intermediate_size, "experts")
@@ -85,7 +86,7 @@ def _indexer_tensors(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
     yield TensorSpec(prefix + "wk.weight", (dim, hidden), "linear", "indexer")
     yield TensorSpec(prefix + "k_norm.weight", (dim,), "fp32", "indexer")
     yield TensorSpec(prefix + "k_norm.bias", (dim,), "fp32", "indexer")
-    yield TensorSpec(prefix + "weights_proj.weight", (heads, hidden), "fp32", "indexer")
+    yield TensorSpec(prefix + "weights_proj.weight", (heads, hidden), "exact", "indexer")
 
 
 def _mlp_tensors(prefix: str, hidden: int, intermediate: int, component: Component) -> Iterator[TensorSpec]:

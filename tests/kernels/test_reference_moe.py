@@ -118,7 +118,8 @@ def test_bf16_partials_are_summed_in_fp32_in_slot_order() -> None:
         partial = routed_experts(Activation(x), only, torch.ones_like(weights), gate_up, down)
         assert torch.equal(partial, partial.to(torch.bfloat16).float())  # one expert's output is rounded
         expected += weights[:, slot, None] * partial
-    torch.testing.assert_close(routed_experts(Activation(x), experts, weights, gate_up, down), expected, atol=1e-6, rtol=1e-6)
+    out = routed_experts(Activation(x), experts, weights, gate_up, down)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_swiglu_in_bf16_rounds_once() -> None:
@@ -134,7 +135,8 @@ def test_quantized_experts(ue8m0: bool) -> None:
     x = torch.randn(10, 256, generator=torch.Generator().manual_seed(2))
     experts, weights = random_routing(10)
     out = routed_experts(Activation(x), experts, weights, gate_up, down)
-    exact = routed_experts(Activation(x), experts, weights, dequantize(gate_up, torch.float32), dequantize(down, torch.float32))
+    plain = dequantize(gate_up, torch.float32), dequantize(down, torch.float32)
+    exact = routed_experts(Activation(x), experts, weights, *plain)
     assert not torch.equal(out, exact)
     assert 1 - 2 * (out * exact).sum() / (out.square().sum() + exact.square().sum()) < 2e-3
 

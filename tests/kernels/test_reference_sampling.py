@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from echo_batch.kernels.reference.sampling import (
+    LENGTH,
+    NO_BLOCK,
+    NON_FINITE,
+    RUNNING,
+    STOPPED,
     SamplingTensors,
+    advance_rows,
     filter_logits,
+    greedy_sample,
     gumbel_noise,
     philox,
     sample,
@@ -64,7 +71,7 @@ def test_sampling_follows_the_distribution() -> None:
 def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [2.0, 2.0, 1.0]])
     assert sample(logits, params(2, temperature=0.0)).tolist() == [1, 0]
-    assert sample(logits, params(2, temperature=0.0), greedy_only=True).tolist() == [1, 0]
+    assert greedy_sample(logits)[0].tolist() == [1, 0]
 
 
 def test_mixed_batch_keeps_greedy_rows_greedy() -> None:
@@ -102,3 +109,32 @@ def test_token_logprobs() -> None:
     assert chosen.exp().item() == pytest.approx(0.3, rel=1e-5)
     assert ids.tolist() == [[1, 2]]
     assert values.exp()[0].tolist() == pytest.approx([0.4, 0.3], rel=1e-5)
+
+
+def test_greedy_flags_rows_that_are_not_finite() -> None:
+    logits = torch.randn(4, 9)
+    logits[1, 3], logits[2, 0], logits[3, 8] = float("nan"), float("inf"), float("-inf")
+    tokens, finite = greedy_sample(logits)
+    assert finite.tolist() == [True, False, False, False]
+    assert ((tokens >= 0) & (tokens < 9)).all()
+
+
+def test_advance_rows() -> None:
+    state = dict(
+        token_ids=torch.tensor([1, 2, 3, 4, 5, 6]),
+        positions=torch.tensor([10, 10, 10, 10, 10, 10], dtype=torch.int32),
+        active=torch.tensor([True, True, True, True, True, False]),
+    )
+    told, codes = advance_rows(
+        torch.tensor([7, 8, 9, 7, 7, 7]),
+        torch.tensor([True, True, True, False, True, True]),
+        torch.tensor([True, True, True, True, False, True]),
+        stop_ids=torch.tensor([[8, -1]] * 6),
+        last_position=torch.tensor([20, 20, 11, 20, 20, 20], dtype=torch.int32),
+        **state,
+    )
+    assert told.tolist() == [7, 8, 9, 7, 7, -1]
+    assert codes.tolist() == [RUNNING, STOPPED, LENGTH, NON_FINITE, NO_BLOCK, RUNNING]
+    assert state["token_ids"].tolist() == [7, 8, 9, 7, 7, 6]
+    assert state["positions"].tolist() == [11, 11, 11, 11, 11, 10]
+    assert state["active"].tolist() == [True, False, False, False, False, False]

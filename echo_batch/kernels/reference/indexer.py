@@ -22,14 +22,25 @@ def _scores(query: Tensor, weights: Tensor, values: Tensor, scale: Tensor | None
     return scores if scale is None else scores.mul_(scale)
 
 
+def index_schedule(seq_lens: Tensor) -> Tensor | None:
+    """What fast versions of `index_scores_paged` compute of seq_lens (int32 [B]) once a step; None: nothing."""
+    return None
+
+
 def index_scores_paged(
-    query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat
+    query: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: IndexFormat,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     """Decode: score every cached token of each row.
 
     query [B, Hi, 128] (fp32, or e4m3 with its scale folded into weights), weights fp32 [B, Hi], pages uint8
     [num_blocks, page_bytes], block_table int32 [B, max_blocks] (-1 padded), seq_lens int32 [B] (0: nothing to score)
-    -> fp32 [B, max_blocks * 64], -inf at and past seq_lens.
+    -> fp32 [B, max_blocks * 64], -inf at and past seq_lens. `schedule` comes from `index_schedule` and changes nothing.
     """
     num_rows, max_blocks = block_table.shape
     scores = torch.full((num_rows, max_blocks * BLOCK_SIZE), float("-inf"), device=query.device)

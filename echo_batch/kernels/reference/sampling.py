@@ -89,17 +89,56 @@ def filter_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
     return torch.empty_like(scaled).scatter_(1, order, values)
 
 
-def sample(logits: Tensor, params: SamplingTensors, *, greedy_only: bool = False) -> Tensor:
+def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Likeliest token of each row, the smaller id among equals, and whether all its logits are finite.
+
+    logits fp32 `[B, V]` -> int64 `[B]`, bool `[B]`. A row that is not finite gets any token
+    of the vocabulary.
+    """
+    return argmax_first(logits), torch.isfinite(logits).all(dim=-1)
+
+
+def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Choose one token a row: argmax where temperature is 0, else by the Gumbel-max rule among filtered tokens.
 
-    logits fp32 `[B, V]`, returns int64 `[B]`. Greedy ties go to the smaller id. `greedy_only` (every row greedy, known
-    when the batch is made) skips the filters; the result is the same.
+    logits fp32 `[B, V]`, returns int64 `[B]`. Greedy ties go to the smaller id.
     """
-    greedy = argmax_first(logits)
-    if greedy_only:
-        return greedy
     noisy = filter_logits(logits, params) + gumbel_noise(params, logits.shape[1])
-    return torch.where(params.temperature > 0, argmax_first(noisy), greedy)
+    return torch.where(params.temperature > 0, argmax_first(noisy), argmax_first(logits))
+
+
+RUNNING, STOPPED, LENGTH, NON_FINITE, NO_BLOCK = 0, 1, 2, 3, 4
+"""Finish codes of a row. NON_FINITE and NO_BLOCK fail the row alone."""
+
+
+def advance_rows(
+    tokens: Tensor,
+    finite: Tensor,
+    has_block: Tensor,
+    *,
+    token_ids: Tensor,
+    positions: Tensor,
+    active: Tensor,
+    stop_ids: Tensor,
+    last_position: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Feed the sampled tokens back and find the rows that have finished.
+
+    tokens int64, finite bool (of the row's logits) and has_block bool (for the step's own token), all `[B]`. The state,
+    changed in place for active rows: token_ids int64, positions int32 (of the last known token; plus one), active bool
+    (cleared at the end of a row). stop_ids int64 `[B, S]`, last_position int32 `[B]`. Returns what the host is told:
+    tokens int64 `[B]` (-1: inactive) and finish codes int32 `[B]`.
+    """
+    next_positions = positions + 1
+    codes = torch.where(next_positions >= last_position, LENGTH, torch.zeros_like(positions))
+    codes = torch.where((tokens[:, None] == stop_ids).any(dim=1), STOPPED, codes)
+    codes = torch.where(finite, codes, NON_FINITE)
+    codes = torch.where(has_block, codes, NO_BLOCK)
+    told = torch.where(active, tokens, -1), torch.where(active, codes, RUNNING).to(torch.int32)
+    token_ids.copy_(torch.where(active, tokens, token_ids))
+    positions.copy_(torch.where(active, next_positions, positions))
+    active.logical_and_(codes == RUNNING)
+    return told
 
 
 def argmax_first(values: Tensor) -> Tensor:

@@ -75,7 +75,13 @@ def _paged_kernel(
 
 
 def index_scores_paged(
-    query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat
+    query: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: IndexFormat,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     """Decode: score every cached token of each row; as reference.indexer.index_scores_paged.
 
