@@ -58,7 +58,7 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     config = ModelConfig.from_dir(options.model, num_layers=options.num_layers)
     ops = select_ops(device)
     if options.routing == "uniform":
-        ops = uniform_routing(ops)
+        ops = uniform_routing(ops, config.n_routed_experts, device)
     row_kind = "fp32" if dtype == torch.float32 else ("fp8" if device.type == "cuda" else "bf16")
     started = time.perf_counter()
     model = load_model(
@@ -187,7 +187,7 @@ def _kernels(step: Callable[[], None], replays: int = 5) -> list[dict[str, Any]]
         torch.cuda.synchronize()
     found: dict[str, list[float]] = {}
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             found.setdefault(event.name, []).append(event.device_time)
     rows = [
         {"name": name[:120], "us": round(sum(times) / replays, 2), "launches": len(times) / replays}

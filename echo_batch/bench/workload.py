@@ -3,6 +3,7 @@ of an expert-parallel deployment. Everything random is made on the device, insid
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,14 +68,15 @@ def fill_contexts(
     state.active[rows] = True
 
 
-def uniform_routing(ops: Ops) -> Ops:
+def uniform_routing(ops: Ops, num_experts: int, device: torch.device) -> Ops:
     """Ops whose router draws independent experts for every token, under the model's group limit.
 
     With dummy weights nearly all tokens would pick the same experts and read few expert weights.
     """
+    no_bias = torch.zeros(num_experts, device=device)
 
-    def route(logits: Tensor, bias: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        return ops.route(torch.randn_like(logits), torch.zeros_like(bias), *rest)  # type: ignore[arg-type]
+    def route(logits: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return ops.route(torch.randn_like(logits), no_bias, *rest)
 
     return replace(ops, route=route)
 
@@ -104,24 +106,31 @@ class WorkloadModel(Model):
         if shape.locality is not None:
             self._drift = torch.randn(groups, shape.capacity, heads, dim, device=self.device)
             self._drift_weights = torch.rand(groups, shape.capacity, heads, device=self.device) * heads**-0.5
+            self._queries, self._weights = self._drift.to(self.dtype), self._drift_weights
         if shape.ep_slice > 1:
             foreign = (shape.ep_slice - 1) * shape.capacity
             self._foreign = torch.randn(foreign, self.config.hidden_size, device=self.device, dtype=self.dtype)
 
+    def embed(self, token_ids: Tensor) -> Stream:
+        """The model's; with `locality` also one step of the queries' AR(1) process, for all groups at once."""
+        if self.shape.locality is not None:
+            rho = self.shape.locality
+            self._drift.mul_(rho).add_(torch.randn_like(self._drift), alpha=(1 - rho * rho) ** 0.5)
+            self._queries, self._weights = self._drift.to(self.dtype), self._drift_weights
+            if self.index_format.kind == "fp8":
+                values, scale = self.ops.quantize_index_query(self._queries.flatten(0, 1), True)
+                self._queries = values.unflatten(0, self._drift.shape[:2])
+                self._weights = self._drift_weights * scale.view_as(self._drift_weights)
+        return super().embed(token_ids)
+
     def attention_inputs(self, layer: int, stream: Stream, angles: Angles) -> tuple[Stream, AttentionInputs]:
-        """The model's, with the indexer's query replaced by one step of its AR(1) process."""
+        """The model's, with the indexer's query replaced by the drifting one."""
         stream, inputs = super().attention_inputs(layer, stream, angles)
         if self.shape.locality is None or inputs.index_query is None:
             return stream, inputs
         group, rows = self.config.layers[layer].selection_group, inputs.query.shape[0]
-        rho = self.shape.locality
-        drift = self._drift[group, :rows]
-        drift.mul_(rho).add_(torch.randn_like(drift), alpha=(1 - rho * rho) ** 0.5)
-        query, weights = drift.to(self.dtype), self._drift_weights[group, :rows]
-        if self.index_format.kind == "fp8":
-            query, scale = self.ops.quantize_index_query(query, True)
-            return stream, inputs._replace(index_query=query, index_weights=weights * scale)
-        return stream, inputs._replace(index_query=query.float(), index_weights=weights)
+        query, weights = self._queries[group, :rows], self._weights[group, :rows]
+        return stream, inputs._replace(index_query=query, index_weights=weights)
 
     def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
         """The model's; with `ep_slice` the experts also serve other workers' tokens, whose results go."""
