@@ -3,16 +3,13 @@
 Estimates err on the large side: a plan that fits must not run out of memory hours later.
 """
 
-import math
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from echo_batch.cache.spec import CacheSpec
 from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.models import sizes
 from echo_batch.models.config import ModelConfig
-from echo_batch.models.tensors import TensorSpec, expected_tensors, layer_tensors
 
 GIB = 2**30
 
@@ -35,39 +32,16 @@ class WeightBytes:
 
     def per_worker(self, num_workers: int) -> int:
         """Of the worker that holds most experts."""
-        if not self.num_experts:
+        if not self.experts:
             return self.replicated
         return self.replicated + self.experts * -(-self.num_experts // num_workers) // self.num_experts
 
 
 def weight_bytes(model: ModelConfig, *, dtype: Dtype, keep_fp8: bool) -> WeightBytes:
-    """Bytes of all weights. Linears stay in fp8 (with an fp32 scale per block) only if `keep_fp8` and the checkpoint
-    has them so; kv_b is always dequantized, since it is absorbed into query and output."""
-    width = 4 if dtype == "float32" else 2
-    block = model.quant.block_size if keep_fp8 and model.quant is not None else None
-    replicated, experts = _add_up(expected_tensors(replace(model, layers=())), width, block)
-    # Layers of one kind are equal: one of each is counted.
-    kinds = Counter((layer.indexer, layer.mlp) for layer in model.layers)
-    first = {(layer.indexer, layer.mlp): i for i, layer in reversed(list(enumerate(model.layers)))}
-    for kind, count in kinds.items():
-        layer_replicated, layer_experts = _add_up(layer_tensors(model, first[kind]), width, block)
-        replicated += count * layer_replicated
-        experts += count * layer_experts
-    return WeightBytes(replicated, experts, model.n_routed_experts if experts else 0)
-
-
-def _add_up(tensors: Iterable[TensorSpec], width: int, block: int | None) -> tuple[int, int]:
-    """Bytes of (replicated tensors, experts); `block` is the side of a scale block where linears stay in fp8."""
-    replicated = experts = 0
-    for tensor in tensors:
-        num_bytes = (4 if tensor.role == "fp32" else width) * tensor.num_elements
-        if tensor.role == "linear" and block is not None and "kv_b_proj" not in tensor.name:
-            num_bytes = tensor.num_elements + 4 * math.prod(-(-size // block) for size in tensor.shape)
-        if tensor.component == "experts":
-            experts += num_bytes
-        else:
-            replicated += num_bytes
-    return replicated, experts
+    """Bytes of the loaded weights (models/sizes.py); with `keep_fp8` linears are held in fp8."""
+    loaded = sizes.weight_bytes(model, dtype=dtype, quantized=keep_fp8)
+    experts = loaded.by_component.get("experts", 0)
+    return WeightBytes(loaded.total - experts, experts, model.n_routed_experts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,8 +217,11 @@ def _longest_context(
 
 
 def _weights(model: ModelConfig, config: RunConfig, hardware: Hardware) -> memory.WeightBytes:
+    """Linears stay in fp8 on a GPU in bfloat16, if the checkpoint has them so; random weights always do."""
     dtype = compute_dtype(config, hardware.kind)
-    return memory.weight_bytes(model, dtype=dtype, keep_fp8=hardware.kind == "cuda" and dtype == "bfloat16")
+    has_fp8 = model.quant is not None or config.model.load_format == "dummy"
+    keep_fp8 = has_fp8 and hardware.kind == "cuda" and dtype == "bfloat16"
+    return memory.weight_bytes(model, dtype=dtype, keep_fp8=keep_fp8)
 
 
 def _decide(
