@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from echo_batch.cli import app
+from tests.checkpoints import SPECIAL_TOKENS
 from tests.models.oracle import random_ids
 
 GREEDY = ("--temperature", "0", "--ignore-eos")
@@ -100,5 +101,7 @@ WorkplaceFixture = Callable[..., Workplace]
 
 
 def token_rows(lengths: Iterable[int]) -> list[dict[str, Any]]:
-    """Rows of random token ids; the prompt of row i depends on i and its length only."""
-    return [{"id": f"r{i}", "prompt_token_ids": random_ids(n, seed=100 + i).tolist()} for i, n in enumerate(lengths)]
+    """Rows of random token ids that are no special tokens; the prompt of row i depends on i and its length only."""
+    first = len(SPECIAL_TOKENS)
+    prompts = [[first + t % (512 - first) for t in random_ids(n, seed=100 + i).tolist()] for i, n in enumerate(lengths)]
+    return [{"id": f"r{i}", "prompt_token_ids": prompt} for i, prompt in enumerate(prompts)]

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from echo_batch.files import temporary_name, write_errors
+from echo_batch.io.json_rows import JSON_TEXT
 from echo_batch.io.merge import (
     DEFAULT_RANGE_BYTES,
     InputTable,
@@ -112,12 +113,14 @@ def _write_lines(
 ) -> Iterator[int]:
     readable = pa.schema([field.with_type(_json_type(field.type)) for field in schema])
     num_inputs = len(input_schema)
+    json_columns = [field.name for field in schema if (field.metadata or {}).items() >= JSON_TEXT.items()]
     done = 0
     with write_errors(path):
         path.write_bytes(b"")
     for table in regroup(tables, max_bytes=_JSON_CHUNK_BYTES, max_rows=_JSON_CHUNK_ROWS):
         lines = []
         for row in _as_schema(table, readable).to_pylist():
+            row |= {name: _parsed(row[name]) for name in json_columns}
             if openai is not None:
                 values = list(row.values())
                 inputs = dict(zip(input_schema.names, values[:num_inputs], strict=True))
@@ -127,6 +130,14 @@ def _write_lines(
             file.writelines(lines)
         done += table.num_rows
         yield done
+
+
+def _parsed(text: str | None) -> Any:
+    """The value that a column of JSON text holds: objects come out of JSON Lines as they went in."""
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
