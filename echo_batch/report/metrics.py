@@ -145,6 +145,7 @@ class JobMetrics:
     cut_tokens: int = 0
     finished_rows: int = 0
     finished_tokens: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     cache: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in CACHE_FIELDS})
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -186,6 +187,9 @@ class JobMetrics:
         self.generated_tokens += len(completion.token_ids)
         self.cut_tokens += completion.num_cut_tokens
         self.finished_rows += 1
+        reason = completion.finish_reason
+        if reason is not None:
+            self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
         self.finished_tokens += len(completion.token_ids)
 
     @contextmanager
@@ -278,6 +282,7 @@ class JobMetrics:
                 "rows_done": self.rows_done,
                 "rows_failed": self.rows_failed,
                 "failed_by_code": dict(sorted(self.failed_by_code.items())),
+                "finish_reasons": dict(sorted(self.finish_reasons.items())),
                 "rows_resumed": self.rows_resumed,
                 "starts": num_starts,
                 "started_at": self.started_at.isoformat(timespec="seconds"),

@@ -11,7 +11,7 @@ from echo_batch.report import units
 
 
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Label and value of each line of the summary."""
+    """Label and value of each line of the summary (not the error that ended a job, which the command says last)."""
     job, tokens, seconds = report["job"], report["tokens"], report["seconds"]
     throughput, cache, scheduler = report["throughput"], report["cache"], report["scheduler"]
     of = f" of {job['rows']:,}" if job["rows"] is not None else ""
@@ -26,6 +26,8 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("failed", f"{job['rows_failed']:,} ({codes}), listed in errors.jsonl"))
     else:
         lines.append(("failed", "0"))
+    if cut := job["finish_reasons"].get("length"):
+        lines.append(("length", f"{cut:,} rows ended at their max_tokens or at the context limit"))
     cached = f" ({units.count(tokens['cached'])} cached)" if tokens["cached"] else ""
     lines.append(
         ("tokens", f"{units.count(tokens['prompt'])} prompt{cached}, {units.count(tokens['generated'])} generated")
@@ -45,8 +47,6 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"{units.count(cache['evicted_rows'])} evicted",
             )
         )
-    if job["message"]:
-        lines.append(("ended", job["message"]))
     return lines
 
 

@@ -26,11 +26,20 @@ def test_it_says_what_happened():
     assert rows["rows"] == "2 of 3 done"
     assert rows["failed"] == "1 (1 too_long), listed in errors.jsonl"
     assert rows["tokens"] == "5 prompt, 2 generated"
-    assert "speed" not in rows and "cache" not in rows
+    assert not {"speed", "cache", "length"} & rows.keys()
     rows = dict(summary_rows(a_report(exit_code=75, message="SIGTERM; run again", demo_model=True)))
     assert rows["output"].endswith("(not finished)")
-    assert rows["ended"] == "SIGTERM; run again"
+    assert "SIGTERM" not in "".join(rows.values())  # the command says it, once
     assert "demo" in rows["model"]
+
+
+def test_rows_that_were_cut_off_are_counted():
+    metrics = JobMetrics(rows_total=3)
+    for i, reason in enumerate(("stop", "length", "length")):
+        metrics.add_completion(Completion(row_id=i, token_ids=(1,), finish_reason=reason))
+    report = metrics.report(exit_code=0, output="out.parquet", model="glm")
+    assert report["job"]["finish_reasons"] == {"length": 2, "stop": 1}
+    assert dict(summary_rows(report))["length"].startswith("2 rows ended at their max_tokens")
 
 
 def test_plain_lines_are_one_line_each_and_not_markup():
