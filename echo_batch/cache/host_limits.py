@@ -1,12 +1,16 @@
 """Will this machine hold the host pool? A pure check of readings, and the readings. Imports no torch."""
 
 import resource
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echo_batch.errors import ConfigError
 
 CAP_IPC_LOCK_BIT = 14
+
+PROBE_BYTES = 1 << 30
+PROBE_MARGIN_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,17 @@ def check_host_pool(num_bytes: int, limits: HostLimits, *, token_bytes: int, pin
             f"the host pool needs {num_bytes / 2**30:.1f} GiB, but {name} leaves {max(room, 0) / 2**30:.1f} GiB: "
             f"at most --host-pool {tokens} ({token_bytes} bytes a token)"
         )
+
+
+def drop_memlock_if_ignored(num_bytes: int, limits: HostLimits, can_pin: Callable[[int], bool]) -> HostLimits:
+    """The limits without the locked-memory limit if the GPU driver does not keep to it, as most do not.
+
+    Found out by pinning a little more than the limit (`can_pin(bytes)`), where the pool exceeds it and it is small.
+    """
+    limit = limits.memlock_bytes
+    if limit is None or num_bytes <= limit or limit > PROBE_BYTES or not can_pin(limit + PROBE_MARGIN_BYTES):
+        return limits
+    return replace(limits, memlock_bytes=None)
 
 
 def read_host_limits(root: Path = Path("/")) -> HostLimits:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from echo_batch.cache.host_limits import check_host_pool, read_host_limits
+from echo_batch.cache.host_limits import check_host_pool, drop_memlock_if_ignored, read_host_limits
 from echo_batch.cache.spec import CacheSpec
 from echo_batch.errors import ConfigError
 from echo_batch.kernels.cache_layout import POISON_BYTE
@@ -31,9 +31,12 @@ class HostPool:
     def __init__(self, spec: CacheSpec, device: torch.device, *, poison: bool = False) -> None:
         """Take the memory, or raise ConfigError before taking any of it if it would not fit."""
         shape = (spec.num_layers, spec.host_tokens, spec.row_format.row_bytes)
+        limits = read_host_limits()
+        if device.type == "cuda":
+            limits = drop_memlock_if_ignored(spec.host_pool_bytes, limits, _can_pin)
         check_host_pool(
             spec.host_pool_bytes,
-            read_host_limits(),
+            limits,
             token_bytes=spec.num_layers * spec.row_format.row_bytes,
             pinned=device.type == "cuda",
         )
@@ -100,6 +103,17 @@ def _pin(flat: Tensor) -> None:
             f"pinning the host pool ({flat.numel() / 2**30:.1f} GiB) failed with CUDA error {int(result)}: "
             "use a smaller --host-pool, or raise the locked-memory limit (`ulimit -l unlimited`)"
         )
+
+
+def _can_pin(num_bytes: int) -> bool:
+    """Try to pin that much memory, and let go of it."""
+    memory, flat = _mapped_memory(num_bytes, None)
+    if int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), num_bytes, 0)) != 0:
+        return False
+    address = flat.data_ptr()
+    del flat
+    _unpin(address, memory)
+    return True
 
 
 def _unpin(address: int, memory: mmap.mmap) -> None:

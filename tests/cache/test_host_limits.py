@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from echo_batch.cache import host_limits
-from echo_batch.cache.host_limits import HostLimits, check_host_pool, read_host_limits
+from echo_batch.cache.host_limits import HostLimits, check_host_pool, drop_memlock_if_ignored, read_host_limits
 from echo_batch.errors import ConfigError
 
 GIB = 1 << 30
@@ -110,6 +110,23 @@ def test_memlock_counts_without_the_capability(machine: Machine, monkeypatch: py
     monkeypatch.setattr(host_limits.resource, "getrlimit", lambda _: (host_limits.resource.RLIM_INFINITY,) * 2)
     machine.write("proc/self/status", "CapEff:\t0000000000000000\n")
     assert machine.read().memlock_bytes is None
+
+
+def test_memlock_that_the_driver_ignores_does_not_count() -> None:
+    asked: list[int] = []
+
+    def can_pin(num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return True
+
+    small = limits(memlock=8 << 20)
+    assert drop_memlock_if_ignored(60 * GIB, small, can_pin).memlock_bytes is None
+    assert asked == [10 << 20], "a little more than the limit"
+    assert drop_memlock_if_ignored(60 * GIB, small, lambda _: False) == small
+    large = limits(memlock=50 * GIB)
+    assert drop_memlock_if_ignored(60 * GIB, large, can_pin) == large, "too much to try"
+    assert drop_memlock_if_ignored(1 << 20, small, can_pin) == small, "it fits anyway"
+    assert len(asked) == 1
 
 
 def test_this_machine_can_be_read() -> None:

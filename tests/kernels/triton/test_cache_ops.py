@@ -142,6 +142,7 @@ def test_duplicate_misses_share_one_row(device: torch.device) -> None:
     resolution = pools.resolve(same)
     assert resolution.rows[:4].unique().numel() == 2
     assert [pools.total(c) for c in (SELECTED, MISSING, RECALLED, EVICTED)] == [32, 32, 2, 0]
+    assert resolution.miss_count is not None
     used = resolution.miss_slots[: int(resolution.miss_count)]
     assert sorted(used[used >= 0].tolist()) == [5, 77]
 
