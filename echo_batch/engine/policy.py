@@ -75,18 +75,20 @@ def should_prefill(group: GroupState, costs: Costs) -> bool:
 def modelled_costs(plan: Plan) -> Costs:
     """Costs of a worker of this plan, from the bytes that it must read."""
     model, kind = plan.model, plan.device
-    weights = weight_bytes(model, dtype=plan.dtype, keep_fp8=kind == "cuda" and plan.dtype == "bfloat16")
-    experts = weights.per_worker(plan.num_workers) - weights.replicated
+    total = plan.device_memory.weights
+    parts = weight_bytes(model, dtype=plan.dtype, keep_fp8=kind == "cuda" and plan.dtype == "bfloat16")
+    experts = total * (1 - parts.replicated / parts.per_worker(plan.num_workers))
     # A prefill chunk finds use for every expert, a decode step for those that some row was sent to.
     touched = 0.0
     if experts:
         touched = 1 - (1 - model.num_experts_per_tok / model.n_routed_experts) ** (plan.max_num_seqs * plan.num_workers)
     bandwidth, layers = _MEMORY_BYTES_PER_SECOND[kind], model.num_layers
-    host_row = layers * plan.cache.row_format.row_bytes
+    token_bytes = layers * plan.cache.row_format.row_bytes
+    load_bandwidth = _HOST_BYTES_PER_SECOND[kind] if plan.cache.offload else bandwidth
     return Costs(
-        step_seconds=(weights.replicated + touched * experts) / bandwidth + layers * _STEP_LAYER_SECONDS[kind],
-        group_seconds=(weights.replicated + experts) / bandwidth + layers * _GROUP_LAYER_SECONDS[kind],
-        load_seconds=host_row / _HOST_BYTES_PER_SECOND[kind],
+        step_seconds=(total - (1 - touched) * experts) / bandwidth + layers * _STEP_LAYER_SECONDS[kind],
+        group_seconds=total / bandwidth + layers * _GROUP_LAYER_SECONDS[kind],
+        load_seconds=token_bytes / load_bandwidth,
     )
 
 
