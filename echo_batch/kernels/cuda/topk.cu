@@ -9,7 +9,7 @@
 // Keys carry their position in the low bits (earlier is larger), so no two are equal and ties need no further rule.
 //
 // Compile-time: CLUSTER, THREADS (a multiple of BINS), MAX_CHUNKS (float4 that a lane holds), RESIDENT (a lane holds
-// all of its part), ALIGNED (rows start on 16 bytes).
+// all of its part), ALIGNED (rows start on 16 bytes), MIN_BLOCKS (a multiprocessor is to hold).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -67,6 +67,7 @@ constexpr u32 KEY_MINUS_INF = 0x007fffffu;
 constexpr u32 KEY_PLUS_INF = 0xff800000u;
 constexpr u32 NO_CANDIDATE = 0xffffffffu;  // bits of a score outside of the row; a NaN of the row has others
 static_assert(THREADS % BINS == 0, "one thread a bin");
+static_assert(2 * CLUSTER <= 32, "one lane a count");
 
 template <bool WIDE>
 struct BitsOf {
@@ -243,7 +244,7 @@ static __device__ __forceinline__ void find_bin(Shared& shared, const u32* histo
     __syncthreads();
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS)
 topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 width, const int* __restrict__ lengths,
                float* predicted, int update_predicted, u32 k, int* __restrict__ positions, float* __restrict__ kth) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -345,17 +346,19 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     if (lane == 0) atomicAdd(&shared.num_above, mine_above);
     cluster_sync(thread);
 
-    u32 total = 0, before = 0, owner = 0;
+    // Lane r has block r's count in doubt, lane CLUSTER + r its count above: two round trips, not one a block.
+    u32 theirs = 0;
+    if (lane < 2 * CLUSTER)
+        theirs = load_remote(lane < CLUSTER ? &shared.num_doubt : &shared.num_above, lane % CLUSTER);
+    const u32 before = __reduce_add_sync(FULL_MASK, lane >= CLUSTER && lane - CLUSTER < rank ? theirs : 0);
+    u32 total = 0, owner = CLUSTER, place = 0;
 #pragma unroll
     for (u32 r = 0; r < CLUSTER; ++r) {
-        const u32 num = load_remote(&shared.num_doubt, r);
-        if (r < rank) before += load_remote(&shared.num_above, r);
-        if (thread >= total && thread < total + num) {
-            shared.all_doubt[thread] = load_remote(&shared.doubt[thread - total], r);
-            owner = r;
-        }
+        const u32 num = __shfl_sync(FULL_MASK, theirs, (int)r);
+        if (thread >= total && thread < total + num) owner = r, place = thread - total;
         total += num;
     }
+    if (owner < CLUSTER) shared.all_doubt[thread] = load_remote(&shared.doubt[place], owner);
     __syncthreads();
     cluster_arrive();              // this block reads no other block's memory from here on
     const u32 wanted = k - above;  // 1 <= wanted <= total

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Norms, rotary embedding and Hadamard rotation in Triton: fp32 arithmetic, one rounding, as the references."""
+"""Norm, rotary embedding and Hadamard rotation in Triton: fp32 arithmetic, one rounding, as the references."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
-from echo_batch.kernels.triton.quant import dot_type, empty_scales, group_scale, to_fp8
+from echo_batch.kernels.triton.quant import empty_scales, group_scale, to_fp8
 from echo_batch.kernels.weights import QUANT_BLOCK
 
 
@@ -54,15 +54,19 @@ def _rms_norm_kernel(
         tl.store(scale_ptr + at, scale, mask=group * GROUP < width)
 
 
-def _rms_norm(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, quantize: bool, ue8m0: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def norm_activation(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ue8m0: bool | None
+) -> tuple[Tensor, Activation]:
+    """(hidden [T, D], delta [T, D] | None, weight fp32 [D]) -> (their sum rounded, norm of the fp32 sum). One launch.
+
+    With `ue8m0` not None the norm is quantized too.
+    """
     num_rows, width = hidden.shape
     assert hidden.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
     normed = torch.empty(num_rows, width, dtype=hidden.dtype, device=hidden.device)
     total = hidden if delta is None else torch.empty_like(normed)
     values = scale = None
-    if quantize:
+    if ue8m0 is not None:
         assert width % QUANT_BLOCK == 0, width
         values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=hidden.device)
         scale = empty_scales(num_rows, width // QUANT_BLOCK, hidden.device)
@@ -83,61 +87,13 @@ def _rms_norm(
             0 if scale is None else scale.stride(1),
             eps,
             ADD=delta is not None,
-            QUANTIZE=quantize,
-            UE8M0=ue8m0,
+            QUANTIZE=ue8m0 is not None,
+            UE8M0=bool(ue8m0),
             WIDTH_P2=width_p2,
             GROUP=QUANT_BLOCK,
             num_warps=min(16, max(1, width_p2 // 512)),
         )
-    return total, normed, values, scale
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] -> w * x * rsqrt(mean(x^2) + eps) in x's dtype; weight fp32 [D]."""
-    flat = x.flatten(0, -2) if x.dim() != 2 else x
-    return _rms_norm(flat, None, weight, eps, quantize=False, ue8m0=False)[1].view(x.shape)
-
-
-def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(hidden [T, D], delta [T, D] | None, weight fp32 [D]) -> (hidden + delta rounded, norm of the fp32 sum)."""
-    total, normed, _, _ = _rms_norm(hidden, delta, weight, eps, quantize=False, ue8m0=False)
-    return total, normed
-
-
-def norm_activation(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ue8m0: bool | None
-) -> tuple[Tensor, Activation]:
-    """`add_rms_norm`; with `ue8m0` not None its second result is quantized too. One launch."""
-    total, normed, values, scale = _rms_norm(hidden, delta, weight, eps, ue8m0 is not None, bool(ue8m0))
     return total, Activation(normed, values, scale)
-
-
-@triton.jit
-def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, width, x_stride, eps, WIDTH_P2: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH_P2)
-    inside = column < width
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    count = width.to(tl.float32)
-    centered = tl.where(inside, x - tl.math.div_rn(tl.sum(x, 0), count), 0.0)
-    variance = tl.math.div_rn(tl.sum(centered * centered, 0), count)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
-    normed = centered * tl.math.rsqrt(variance + eps) * weight + bias
-    tl.store(out_ptr + row * width + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last dimension: x [..., D], weight and bias fp32 [D] -> [..., D] in x's dtype."""
-    flat = x.flatten(0, -2) if x.dim() != 2 else x
-    assert flat.stride(1) == 1
-    num_rows, width = flat.shape
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    if num_rows:
-        _layer_norm_kernel[(num_rows,)](
-            flat, weight, bias, out, width, flat.stride(0), eps, WIDTH_P2=triton.next_power_of_2(width), num_warps=4
-        )
-    return out.view(x.shape)
 
 
 @triton.jit
@@ -237,17 +193,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tens
 
 
 @triton.jit
-def _hadamard_kernel(x_ptr, out_ptr, num_rows, factor, COMPUTE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, SIZE)
-    at = row[:, None] * SIZE + column[None, :]
-    inside = (row < num_rows)[:, None]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    rotated = hadamard_dot(x, COMPUTE, SIZE) * factor
-    tl.store(out_ptr + at, rotated.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def hadamard_dot(x, COMPUTE: tl.constexpr, SIZE: tl.constexpr):
     """x [R, n] times Sylvester's matrix of +-1 [n, n] in fp32; exact products if COMPUTE holds x's values.
 
@@ -261,19 +206,3 @@ def hadamard_dot(x, COMPUTE: tl.constexpr, SIZE: tl.constexpr):
     shared ^= shared >> 1
     matrix = (1 - 2 * (shared & 1)).to(tl.float32).to(COMPUTE)
     return tl.dot(x.to(COMPUTE), matrix, input_precision="ieee")
-
-
-def hadamard(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [..., n] times Sylvester's matrix [n, n] / sqrt(n), in fp32, returned in x's dtype; n a power of two.
-
-    `matrix` is reference.hadamard's; only its size is used.
-    """
-    size = matrix.shape[0]
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    num_rows = x.numel() // size
-    if num_rows:
-        _hadamard_kernel[(triton.cdiv(num_rows, 16),)](
-            x, out, num_rows, size**-0.5, COMPUTE=dot_type(x), ROWS=16, SIZE=size, num_warps=4
-        )
-    return out

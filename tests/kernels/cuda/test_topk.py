@@ -1,0 +1,22 @@
+"""What of the CUDA top-k can be tested without a GPU; its results: tests/kernels/triton/test_topk.py."""
+
+import importlib.resources
+
+import pytest
+
+from echo_batch.kernels.cuda.topk import choose_instance
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 4096])
+@pytest.mark.parametrize("width", [1, 16384, 16385, 98304, 98305, 163840, 163841, 1 << 20])
+def test_a_resident_instance_holds_the_row(num_rows: int, width: int) -> None:
+    instance = choose_instance(num_rows, width)
+    held = 8 * instance.threads * instance.chunks * 4
+    assert instance.resident == (width <= 163840)
+    assert not instance.resident or held >= width > held - 8 * instance.threads * 4
+    # A multiprocessor has 2,048 threads and 65,536 registers.
+    assert instance.threads * instance.min_blocks <= 1024
+
+
+def test_the_source_is_part_of_the_package() -> None:
+    assert "topk_positions" in importlib.resources.files("echo_batch.kernels.cuda").joinpath("topk.cu").read_text()
