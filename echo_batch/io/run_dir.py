@@ -215,9 +215,9 @@ class RunDirectory:
         return EchoBatchError(f"{reason}; {starts} starts in a row finished no row{self._suspects()}")
 
     def excuse(self) -> None:
-        """This start ended with something that the user can see and put right (a plan that does not fit, a full disk):
-        it is none of the starts that died. Without a committed row the job is forgotten when this is closed, so that the
-        next start may change anything; its report and log stay until then."""
+        """This start ended with something that the user can put right (a plan that does not fit, a full disk): it is
+        none of the starts that died. Without a committed row the job is forgotten when this is closed, so that the next
+        start may change anything; its report and log stay until then."""
         self.manifest.set(barren_starts=max(0, int(self.manifest.get("barren_starts")) - 1))
         self._forgotten = self.manifest.num_committed() == 0
 
