@@ -166,6 +166,7 @@ def test_free_rows_go_before_old_ones(device: torch.device) -> None:
     pools = Pools(device, gpu_tokens=64, host_tokens=256)
     pools.begin()
     pools.resolve(torch.arange(40, dtype=torch.int32, device=device)[None])
+    pools.step.fill_(500)  # so old that their age is nearly that of a row which was never used
     for step in range(3):
         pools.begin()
         pools.resolve(torch.arange(100 + 5 * step, 105 + 5 * step, dtype=torch.int32, device=device)[None])
