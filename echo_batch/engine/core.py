@@ -131,7 +131,9 @@ class EngineCore:
                 for sequence, failure in staged.refused:
                     yield self._failed(sequence, failure.code, failure.message)
                 if should_prefill(scheduler.group_state(), costs):
-                    yield from self._start(scheduler.start(), scheduler, state)
+                    group = scheduler.start()
+                    self._note(scheduler)
+                    yield from self._start(group, scheduler, state)
                     continue
                 # Nothing runs and the head of the line does not fit an empty batch: `refusal` must have said so.
                 assert scheduler.running or launched or not scheduler.waiting, "admission stalled"
