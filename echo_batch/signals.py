@@ -11,7 +11,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopFlag:
-    """A context manager that takes the stop signals over. Outside the main thread it takes none and never stops."""
+    """A context manager that takes the stop signals over. Outside the main thread it takes none and never stops.
+
+    A signal that was ignored before stays ignored: nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts
+    in the background.
+    """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -20,7 +24,8 @@ class StopFlag:
     def __enter__(self) -> "StopFlag":
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,6 @@
 """What a job leaves and does beside its exit code: reports, logs, prompts, losses of the engine."""
 
+import io
 import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -8,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from echo_batch.config_file import make_config
 from echo_batch.engine.core import EngineCore
 from echo_batch.io.tokenizer import Tokenizer, load_tokenizer
+from echo_batch.job import run_job
 from echo_batch.request import Completion, Request
 from tests.jobs import GREEDY, Workplace, token_rows
 from tests.models.oracle import CheckpointFixture
@@ -258,6 +262,34 @@ def test_a_full_disk_is_73_and_loses_nothing(place: Workplace, monkeypatch: pyte
     assert place.report()["job"]["exit_code"] == 73
     assert not Path(place.output()).exists()
     assert place.run(*args).code == 0 and len(place.rows()) == 2
+
+
+class GoneScreen(io.StringIO):
+    """Standard error after its reader has left."""
+
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_screen_that_goes_away_stops_nothing(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    values = {
+        "input.paths": [place.write("rows.jsonl", token_rows((30, 40)))],
+        "output.path": place.output(),
+        "model.path": str(place.model),
+        "engine.device": "cpu",
+        "sampling.max_tokens": 3,
+    }
+    monkeypatch.setattr("sys.stderr", GoneScreen())
+    console = Console(file=GoneScreen(), force_terminal=terminal)
+    monkeypatch.setattr("os.dup2", lambda *_args: None)  # rich points standard output to nowhere
+    assert run_job(make_config(values), console=console) == 0
+    assert len(place.rows()) == 2
 
 
 # --- many rows ---

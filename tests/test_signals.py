@@ -46,6 +46,18 @@ with StopFlag():
     assert process.returncode == 75 and err == ""
 
 
+def test_what_was_ignored_stays_ignored() -> None:
+    """nohup: the terminal may go, the job goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as flag:
+            os.kill(os.getpid(), signal.SIGHUP)
+            flag.check()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_other_threads_take_no_signals() -> None:
     seen: list[str | None] = []
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import TextIO
 
@@ -38,10 +39,13 @@ class TerminalProgress:
         self._pace = Pace()
         self._pace.add(self._began, self._latest)
         self._lock = threading.Lock()
+        self._is_shown = False
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "TerminalProgress":
-        self._live.start()
+        with suppress(OSError, SystemExit):  # rich exits when its terminal has gone; the job goes on
+            self._live.start()
+            self._is_shown = True
         return self
 
     def __exit__(
@@ -57,7 +61,10 @@ class TerminalProgress:
 
     def close(self) -> None:
         """Removes the bars (the summary comes in their place)."""
-        self._live.stop()
+        if self._is_shown:
+            self._is_shown = False
+            with suppress(OSError, SystemExit):
+                self._live.stop()
 
     def render(self) -> RenderableType:
         """What the terminal shows now."""
