@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,8 @@ def plan_job(config: RunConfig, hardware: Hardware, *, console: Console | None =
         model = inspect_model(config, check_weights=False)
         metrics = JobMetrics()
         progress = make_progress(console or Console(stderr=True), sys.stderr, interval=config.report.heartbeat_seconds)
-        reporter = _Reporter(config, metrics, stack.enter_context(progress), stop)
+        quiet = replace(config, report=replace(config.report, metrics_textfile=None))
+        reporter = _Reporter(quiet, metrics, stack.enter_context(progress), stop)
         source = stack.enter_context(
             closing(open_source(config.input.paths, spool_dir=Path(directory), config=config.input, scan=False))
         )

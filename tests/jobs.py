@@ -46,11 +46,11 @@ class Workplace:
     model: Path
     capture: pytest.CaptureFixture[str]
 
-    def run(self, *args: str, small: bool = True) -> Outcome:
+    def run(self, *args: str, small: bool = True, command: str = "run") -> Outcome:
         """`echo-batch run ...` in this process. Whatever happens, no traceback may reach the screen."""
         self.capture.readouterr()
         with pytest.raises(SystemExit) as ended:
-            app(["run", "--model", str(self.model), *(SMALL if small else ()), *args], prog_name="echo-batch")
+            app([command, "--model", str(self.model), *(SMALL if small else ()), *args], prog_name="echo-batch")
         captured = self.capture.readouterr()
         assert "Traceback" not in captured.err, captured.err
         code = ended.value.code

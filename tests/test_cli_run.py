@@ -57,6 +57,22 @@ def test_the_oracle_s_tokens_with_evictions_and_with_rows_that_wait(place: Workp
     assert place.rows("a.parquet") == place.rows("b.parquet")
 
 
+def test_what_is_planned_is_what_runs(place: Workplace) -> None:
+    source = place.write("rows.jsonl", [*token_rows((40, 70)), {"prompt": ""}])
+    auto = ["--host-pool", "auto", "--gpu-pool", "auto", "--metrics-textfile", str(place.path / "metrics.prom")]
+    before = sorted(place.path.rglob("*"))
+    planned = place.run(source, *auto, "--json", command="plan")
+    assert planned.code == 0 and sorted(place.path.rglob("*")) == before  # it writes nothing
+    assert place.run(source, *auto, *GREEDY, "-o", place.output()).code == 10
+    plan, ran = json.loads(planned.out), place.report()["plan"]
+    for varying in ("free_host_bytes", "host_budget", "device_budget"):  # free memory differs from moment to moment
+        for part in (plan, ran):
+            for section in (part["hardware"], part["bytes"]["per_worker"], part["bytes"]["total"]):
+                section.pop(varying, None)
+    assert plan == ran
+    assert plan["input"]["rows"] == 3 and plan["input"]["longest_row_tokens"] == 75
+
+
 # --- bad rows among good ones ---------------------------------------------------------------------------------------
 
 GOOD: list[dict[str, Any]] = [
