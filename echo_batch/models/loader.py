@@ -130,7 +130,7 @@ class WeightBuilder:
         dtype: torch.dtype,
         *,
         keep_quantized: bool,
-        experts: range | None,
+        experts: range | None = None,
     ) -> None:
         self._config = config
         self._experts = range(config.n_routed_experts) if experts is None else experts
