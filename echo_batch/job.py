@@ -8,10 +8,8 @@ Everything is pulled: rows are read when the engine has room for them, so memory
 import logging
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -26,48 +24,39 @@ from echo_batch.engine.plan_table import plan_summary, plan_to_dict
 from echo_batch.errors import (
     ConfigError,
     EchoBatchError,
-    EngineLostError,
     InputError,
     InterruptedJobError,
     ModelError,
     OutputError,
 )
 from echo_batch.files import write_json_atomic
+from echo_batch.generation import Generation
 from echo_batch.hub import demo_model_dir
 from echo_batch.io.fingerprint import config_as_dict, job_fingerprint, model_fingerprint, tokenizer_fingerprint
-from echo_batch.io.index import IndexEntry, RowIndex
+from echo_batch.io.index import RowIndex
 from echo_batch.io.openai_output import OpenAIOutput
 from echo_batch.io.output_file import write_output
 from echo_batch.io.output_schema import ResultColumns
 from echo_batch.io.ownership import local_output_path, output_format
 from echo_batch.io.reader import Source, open_source
 from echo_batch.io.requests import RequestBuilder
-from echo_batch.io.run_dir import LOSSES_ALONE, LOSSES_FAILED, RunDirectory
+from echo_batch.io.run_dir import RunDirectory
 from echo_batch.io.writer import PartWriter
 from echo_batch.preflight import ModelFiles, check_options, inspect_model, make_builder, make_chat, plan_for, read_input
 from echo_batch.report.metrics import JobMetrics, versions
 from echo_batch.report.progress import make_progress
 from echo_batch.report.summary import print_summary
-from echo_batch.report.textfile import MetricsTextfile
-from echo_batch.request import Completion, Request, RowFailure
+from echo_batch.reporter import Reporter, log_file, logger, say, scan
 from echo_batch.signals import StopFlag
 
 if TYPE_CHECKING:
-    from echo_batch.engine.core import EngineCore
+    pass
 
 LOG_NAME = "echo-batch.log"
 """In the run directory: what happened and when, over all starts of the job."""
 
 TOO_MANY_FAILED_ROWS = 10
 """Exit code of a published output with more failed rows than --max-error-rate allows."""
-
-_PULL_ROWS = 32
-_PULL_TOKENS = 262_144
-"""Rows that are read and tokenized together, at most so many and (but for one row) of so many tokens."""
-_CACHE_READ_SECONDS = 2.0
-"""Cache counters live on the device: read them rarely."""
-
-logger = logging.getLogger("echo_batch")
 
 
 def run_job(config: RunConfig, *, console: Console | None = None) -> int:
@@ -89,14 +78,14 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
         metrics = JobMetrics()
         progress = make_progress(console, sys.stderr, interval=config.report.heartbeat_seconds)
         stack.enter_context(progress)
-        job = Job(config, model, hardware, run, metrics, _Reporter(config, metrics, progress, stop), console)
+        job = Job(config, model, hardware, run, metrics, Reporter(config, metrics, progress, stop), console)
         source = stack.enter_context(closing(job.open_input(output)))
         fingerprint = job.fingerprint(source, form)
         if run.begin(fingerprint, config_as_dict(config), restart=config.output.restart) == "complete":
             progress.close()
             say(console, f"already complete: {output} (--restart does it again)")
             return 0
-        stack.enter_context(_log_file(run.path / LOG_NAME))
+        stack.enter_context(log_file(run.path / LOG_NAME))
         message: str | None = None
         exit_code = 1
         try:
@@ -125,11 +114,11 @@ def plan_job(config: RunConfig, hardware: Hardware, *, console: Console | None =
         metrics = JobMetrics()
         progress = make_progress(console or Console(stderr=True), sys.stderr, interval=config.report.heartbeat_seconds)
         quiet = replace(config, report=replace(config.report, metrics_textfile=None))
-        reporter = _Reporter(quiet, metrics, stack.enter_context(progress), stop)
+        reporter = Reporter(quiet, metrics, stack.enter_context(progress), stop)
         source = stack.enter_context(
             closing(open_source(config.input.paths, spool_dir=Path(directory), config=config.input, scan=False))
         )
-        _scan(source, metrics, reporter)
+        scan(source, metrics, reporter)
         context_tokens = row_limit(model.config, config, hardware)
         chat = make_chat(config, model)
         builder = make_builder(config, model, chat, context_tokens=context_tokens, is_openai=source.is_openai)
@@ -142,32 +131,6 @@ def plan_job(config: RunConfig, hardware: Hardware, *, console: Console | None =
         return plan_for(config, model, hardware, index)
 
 
-class _Reporter:
-    """Feeds progress, heartbeat and the metrics file, and polls the stop flag, from wherever the job is."""
-
-    def __init__(self, config: RunConfig, metrics: JobMetrics, progress: Any, stop: StopFlag) -> None:
-        self._metrics, self._progress, self._stop = metrics, progress, stop
-        path = config.report.metrics_textfile
-        self._textfile = MetricsTextfile(Path(path)) if path is not None else None
-        self._interval = config.report.heartbeat_seconds
-        self._written = 0.0
-
-    def step(self) -> None:
-        """Call it at every step of any loop. Raises InterruptedJobError when a stop was asked for."""
-        snapshot = self._metrics.snapshot()
-        self._progress.update(snapshot)
-        now = time.monotonic()
-        if self._textfile is not None and now - self._written >= self._interval:
-            self._textfile.write(snapshot)
-            self._written = now
-        self._stop.check()
-
-    def finish(self, *, success: bool) -> None:
-        """The last numbers; `success` stamps the time of the last success."""
-        if self._textfile is not None:
-            self._textfile.write(self._metrics.snapshot(), success_at=time.time() if success else None)
-
-
 class Job:
     """The parts of one started job and the steps that join them."""
 
@@ -178,7 +141,7 @@ class Job:
         hardware: Hardware,
         run: RunDirectory,
         metrics: JobMetrics,
-        reporter: _Reporter,
+        reporter: Reporter,
         console: Console,
     ) -> None:
         self.config, self.model, self.hardware = config, model, hardware
@@ -195,7 +158,7 @@ class Job:
             scan=False,
         )
         try:
-            _scan(source, self.metrics, self.reporter)
+            scan(source, self.metrics, self.reporter)
         except BaseException:
             source.close()
             raise
@@ -231,11 +194,21 @@ class Job:
                 or (source.is_openai and form == "openai"),
             )
             with PartWriter(self.directory, columns) as writer:
-                failed = ((row, failure) for row, failure in index.iter_failures())
-                self._write_failures(writer, failed)
-                if next(self._pending(index), None) is not None:
+                generation = Generation(
+                    config=config,
+                    model=self.model,
+                    directory=self.directory,
+                    metrics=metrics,
+                    reporter=self.reporter,
+                    source=source,
+                    index=index,
+                    builder=builder,
+                    writer=writer,
+                )
+                generation.fail_rows()
+                if next(generation.pending(), None) is not None:
                     plan.require_fit()
-                    self._generate(source, index, builder, writer)
+                    generation.run(plan)
         with metrics.in_stage("merge", source.num_rows):
             openai = OpenAIOutput(
                 run_id=self.directory.run_id,
@@ -332,172 +305,6 @@ class Job:
                 self.metrics.stage_done = done.num_rows
                 self.reporter.step()
         return RowIndex(path)
-
-    def _pending(self, index: RowIndex) -> Iterator[IndexEntry]:
-        """Good rows without a committed result, longest first."""
-        manifest = self.directory.manifest
-        return (entry for entry in index.iter_entries() if not manifest.is_committed(entry.row_id))
-
-    def _write_failures(self, writer: PartWriter, failures: Iterable[tuple[int, RowFailure]]) -> None:
-        for row_id, failure in failures:
-            if not self.directory.manifest.is_committed(row_id):
-                self._write(writer, Completion(row_id=row_id, failure=failure))
-                self.reporter.step()
-
-    def _write(self, writer: PartWriter, completion: Completion) -> None:
-        self.metrics.add_completion(completion)
-        writer.write([completion])
-
-    def _generate(self, source: Source, index: RowIndex, builder: RequestBuilder, writer: PartWriter) -> None:
-        """Load the engine and run every pending row through it."""
-        assert self.plan is not None
-        pending = self._pending(index)
-        self.metrics.prefill_total = self.metrics.decode_bound = 0
-        for entry in self._pending(index):
-            self.metrics.prefill_total += entry.num_tokens
-            self.metrics.decode_bound += entry.max_tokens
-        core = self._load_engine(self.plan)
-        with closing(core), self.metrics.in_stage("run"):
-            suspects: list[IndexEntry] = []
-            self._drain(core, self._requests(pending, suspects, source, builder, writer), writer)
-            # Rows that were in flight at two engine losses run alone, last: they cannot take others with them.
-            for entry in suspects:
-                self._drain(core, self._requests(iter([entry]), None, source, builder, writer), writer)
-        self.directory.clear_in_flight()
-
-    def _load_engine(self, plan: Plan) -> "EngineCore":
-        metrics = self.metrics
-
-        def loaded(done: int, total: int) -> None:
-            metrics.stage_done, metrics.stage_total = done, total
-            self.reporter.step()
-
-        tokenizer = self.model.tokenizer
-        with metrics.in_stage("load"):
-            self.reporter.step()
-            # torch is imported here and not before: a job that cannot work should say so without the wait.
-            from echo_batch.engine.build import build_core
-            from echo_batch.engine.losses import device_loss
-
-            try:
-                core = build_core(
-                    self.model.config,
-                    self.config,
-                    plan,
-                    make_detokenizer=None if tokenizer is None else tokenizer.make_detokenizer,
-                    progress=loaded,
-                )
-            except Exception as error:
-                if lost := device_loss(error):
-                    raise EngineLostError(f"the device failed while the model was loaded: {lost}") from error
-                raise
-        logger.info("model loaded in %.1f s", metrics.seconds["load"])
-        metrics.host_pool_tokens = plan.cache.host_tokens
-        metrics.gpu_pool_tokens = plan.cache.gpu_tokens
-        metrics.bytes_per_recall = plan.cache.row_format.row_bytes * plan.cache.num_layers / plan.cache.num_groups
-        return core
-
-    def _requests(
-        self,
-        entries: Iterator[IndexEntry],
-        suspects: list[IndexEntry] | None,
-        source: Source,
-        builder: RequestBuilder,
-        writer: PartWriter,
-    ) -> Iterator[Request]:
-        """Requests of these rows, read and tokenized a few at a time. Rows with engine losses go to `suspects`."""
-        all_losses = self.directory.manifest.losses()
-        for batch in _pulls(entries):
-            rows = []
-            for entry in batch:
-                losses = all_losses.get(entry.row_id, 0)
-                if losses >= LOSSES_FAILED:
-                    text = f"in flight at {losses} losses of the engine, alone at the last"
-                    failure = RowFailure(code="engine_failed", message=text)
-                    self._write(writer, Completion(row_id=entry.row_id, failure=failure))
-                elif losses >= LOSSES_ALONE and suspects is not None:
-                    suspects.append(entry)
-                else:
-                    rows.append(entry.row_id)
-            records = list(source.read_records(rows))
-            for record, request in zip(records, builder.build_many(records), strict=True):
-                if isinstance(request, RowFailure):
-                    self._write(writer, Completion(row_id=record.row_id, failure=request))
-                    continue
-                self.directory.mark_in_flight([request.row_id])
-                yield request
-
-    def _drain(self, core: "EngineCore", requests: Iterator[Request], writer: PartWriter) -> None:
-        """Run requests to their end, writing completions as they come."""
-        read_at = 0.0
-        try:
-            with closing(core.run(requests)) as completions:
-                for completion in completions:
-                    if completion is not None:
-                        self._write(writer, completion)
-                    else:
-                        writer.poll()
-                    self.metrics.read_engine([core.stats])
-                    now = time.monotonic()
-                    if now - read_at >= _CACHE_READ_SECONDS:
-                        self.metrics.read_cache([core.cache.counters()])
-                        read_at = now
-                    self.reporter.step()
-        except EngineLostError:
-            writer.flush()
-            self.directory.record_engine_loss()
-            raise
-        except InterruptedJobError:
-            writer.flush()
-            self.directory.clear_in_flight()
-            raise
-        self.metrics.read_engine([core.stats])
-        self.metrics.read_cache([core.cache.counters()])
-
-
-def _scan(source: Source, metrics: JobMetrics, reporter: _Reporter) -> None:
-    """First pass over the input: rows, columns, spool."""
-    with metrics.in_stage("preflight"):
-        for done in source.scan():
-            metrics.stage_done = done.num_rows
-            reporter.step()
-
-
-def _pulls(entries: Iterator[IndexEntry]) -> Iterator[list[IndexEntry]]:
-    """Entries in batches of bounded rows and tokens."""
-    batch: list[IndexEntry] = []
-    tokens = 0
-    for entry in entries:
-        if batch and (len(batch) >= _PULL_ROWS or tokens + entry.num_tokens > _PULL_TOKENS):
-            yield batch
-            batch, tokens = [], 0
-        batch.append(entry)
-        tokens += entry.num_tokens
-    if batch:
-        yield batch
-
-
-def say(console: Console, line: str) -> None:
-    """One line for the user. A screen that has gone away (closed terminal, broken pipe) is no reason to stop."""
-    with suppress(OSError, SystemExit):
-        console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
-
-
-@contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    """The log of one start, appended to `path`."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.level, logger.propagate = before
-        handler.close()
 
 
 def _after_colon(message: str | None) -> str:

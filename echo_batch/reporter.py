@@ -1,0 +1,75 @@
+"""What a running job tells the outside: progress, heartbeat, metrics file, log. Here the stop flag is polled too."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from echo_batch.config import RunConfig
+from echo_batch.io.reader import Source
+from echo_batch.report.metrics import JobMetrics
+from echo_batch.report.textfile import MetricsTextfile
+from echo_batch.signals import StopFlag
+
+logger = logging.getLogger("echo_batch")
+
+
+class Reporter:
+    """Feeds progress, heartbeat and the metrics file, and polls the stop flag, from wherever the job is."""
+
+    def __init__(self, config: RunConfig, metrics: JobMetrics, progress: Any, stop: StopFlag) -> None:
+        self._metrics, self._progress, self._stop = metrics, progress, stop
+        path = config.report.metrics_textfile
+        self._textfile = MetricsTextfile(Path(path)) if path is not None else None
+        self._interval = config.report.heartbeat_seconds
+        self._written = 0.0
+
+    def step(self) -> None:
+        """Call it at every step of any loop. Raises InterruptedJobError when a stop was asked for."""
+        snapshot = self._metrics.snapshot()
+        self._progress.update(snapshot)
+        now = time.monotonic()
+        if self._textfile is not None and now - self._written >= self._interval:
+            self._textfile.write(snapshot)
+            self._written = now
+        self._stop.check()
+
+    def finish(self, *, success: bool) -> None:
+        """The last numbers; `success` stamps the time of the last success."""
+        if self._textfile is not None:
+            self._textfile.write(self._metrics.snapshot(), success_at=time.time() if success else None)
+
+
+def scan(source: Source, metrics: JobMetrics, reporter: Reporter) -> None:
+    """First pass over the input: rows, columns, spool."""
+    with metrics.in_stage("preflight"):
+        for done in source.scan():
+            metrics.stage_done = done.num_rows
+            reporter.step()
+
+
+def say(console: Console, line: str) -> None:
+    """One line for the user. A screen that has gone away (closed terminal, broken pipe) is no reason to stop."""
+    with suppress(OSError, SystemExit):
+        console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """The log of one start, appended to `path`."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+        handler.close()
