@@ -5,6 +5,7 @@ Imports no torch (help and usage errors are instant); the job is imported by the
 
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -44,6 +45,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `echo-batch` command."""
+    # Set before torch loads its OpenMP: threads that spin while they wait make a CPU run many times slower as soon as
+    # anything else wants the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
 
 
