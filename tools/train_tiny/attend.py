@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tools.train_tiny.match import MATCH_HEADS, Statements, guide_loss
 from tools.train_tiny.model import AttentionParts, IndexParts, Layer, TinyConfig, TinyModel
 
 _QUERY_CHUNK = 1024
@@ -131,11 +132,12 @@ def tokenwise_ops(*, compiled: bool, backend: str = "inductor") -> TokenwiseOps:
 
 @dataclass(slots=True)
 class ForwardResult:
-    """stream [T, D] fp32 after the last layer; loads: tokens per expert of each layer; index_loss over all layers."""
+    """stream [T, D] fp32 after the last layer; loads: tokens per expert of each layer; losses summed over layers."""
 
     stream: Tensor
     loads: list[Tensor]
     index_loss: Tensor
+    guide_loss: Tensor
 
 
 def forward(
@@ -146,17 +148,23 @@ def forward(
     ops: TokenwiseOps,
     sampled: Tensor | None = None,
     sparse: bool = False,
+    statements: Statements | None = None,
 ) -> ForwardResult:
-    """One pass over tokens [B, L]. `sampled` [B, n]: the indexer's loss there; `sparse`: attend to its selection."""
+    """One pass over tokens [B, L].
+
+    `sampled` [B, n]: the indexer's loss there; `sparse`: attend to its selection; `statements`: guide some heads.
+    """
     config: TinyConfig = model.config
     batch, length = tokens.shape
     cos, sin = model.angles(torch.arange(length, device=tokens.device).repeat(batch))
     stream = model.model.embed_tokens(tokens.flatten()).float()
     loads: list[Tensor] = []
-    loss = stream.new_zeros(())
-    for layer in model.model.layers:
+    loss, guide = stream.new_zeros(()), stream.new_zeros(())
+    for i, layer in enumerate(model.model.layers):
         assert isinstance(layer, Layer)
         parts = ops.before(layer, stream, cos, sin, dtype)
+        if statements is not None and i <= len(MATCH_HEADS):
+            guide = guide + guide_loss(parts, statements, i, config.softmax_scale)
         allowed = None
         if sparse or sampled is not None:
             index = layer.self_attn.indexer(parts.hidden.detach(), parts.q_latent.detach(), cos, sin)
@@ -167,4 +175,4 @@ def forward(
         attended = attend(parts, length, config.softmax_scale, allowed)
         stream, load = ops.after(layer, stream, attended)
         loads.append(load)
-    return ForwardResult(stream, loads, loss)
+    return ForwardResult(stream, loads, loss, guide)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tools.train_tiny.keywords import KEY_WORDS, PASSKEY
+from tools.train_tiny.match import Statements, find_statements
 from tools.train_tiny.tasks import NUM_DIGITS, ask_text, question_text, record_text, reply_text
-from tools.train_tiny.tokenizer import ASSISTANT, BOS, EOS, USER
+from tools.train_tiny.tokenizer import ASSISTANT, BOS, EOS, USER, VOCAB_SIZE
 
 FILLER, GIVEN, ANSWER = 0, 1, 2  # kinds of target tokens: filler text, a record or question as given, an answer
 _KEY, _DIGIT = -1, -2  # placeholders in templates
@@ -101,6 +102,8 @@ class TaskBatches:
         self.sentence_start = torch.from_numpy(np.minimum(next_end + 1, len(ends))).to(device)  # the next one
         self.keys = torch.from_numpy(data["keys"].astype(np.int64)).to(device)
         self.digits = torch.from_numpy(data["digits"].astype(np.int64)).to(device)
+        record = data["record_kv"][0].tolist()
+        self.hash = int(record[record.index(_DIGIT) - 1])  # the token before every value
         names = [f"{form}_{name}" for form in ("record", "plain", "chat") for name in ("kv", "passkey")]
         self.width = max(data[n].shape[1] for n in names)
         table = np.zeros((2, len(names), self.width), dtype=np.int64)
@@ -113,6 +116,12 @@ class TaskBatches:
 
     def _uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def statements(self, tokens: Tensor) -> Statements:
+        """Where tokens [B, L] state a value."""
+        is_key, is_digit = torch.zeros(2, VOCAB_SIZE, dtype=torch.bool, device=self.device)
+        is_key[self.keys], is_digit[self.digits] = True, True
+        return find_statements(tokens, hash_id=self.hash, is_key=is_key, is_digit=is_digit)
 
     def draw(self, batch: int, length: int, num_records: int, num_questions: int) -> Batch:
         """`batch` sequences of `length` tokens (and one more as the last target) with so many records and questions.
