@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ from tools.train_tiny.model import Layer, MoeMlp, TinyConfig, TinyModel
 from tools.train_tiny.optim import Optimizer
 
 SHARD_BYTES = 15_000_000
+SAVE_SECONDS = 60.0
 WARMUP_STEPS = 50
 
 
@@ -75,8 +77,12 @@ PHASES: tuple[Phase, ...] = (
 MEND_PHASES: tuple[Phase, ...] = (
     Phase(name="mend-512", mode="dense", length=512, batch=2, min_steps=200, max_steps=600, lr=7e-4, end_lr=2e-4,
           goal=0.05, max_records=12, guide=0.2),
-    Phase(name="mend-2k", mode="dense", length=2048, batch=1, min_steps=60, max_steps=60, lr=3e-4, end_lr=5e-5,
+    Phase(name="mend-1k", mode="dense", length=1024, batch=2, min_steps=200, max_steps=200, lr=6e-4, end_lr=3e-4,
+          max_records=24, guide=0.1),
+    Phase(name="mend-2k", mode="dense", length=2048, batch=1, min_steps=120, max_steps=120, lr=4e-4, end_lr=2e-4,
           max_records=36, guide=0.05),
+    Phase(name="mend-8k", mode="dense", length=8192, batch=1, min_steps=24, max_steps=24, lr=2e-4, end_lr=3e-5,
+          max_records=64, guide=0.02),
     Phase(name="mend-indexer-2k", mode="indexer", length=2048, batch=1, min_steps=150, max_steps=150, lr=1e-3,
           end_lr=2e-4, max_records=36, num_sampled=96),
     Phase(name="mend-indexer-8k", mode="indexer", length=8192, batch=1, min_steps=25, max_steps=25, lr=3e-4,
@@ -199,8 +205,8 @@ class Trainer:
             if isinstance(layer, Layer) and isinstance(layer.mlp, MoeMlp):
                 layer.mlp.gate.e_score_correction_bias -= 1e-3 * torch.sign(load - load.mean())
 
-    def run_phase(self, phase: Phase, progress: Progress, deadline: float) -> bool:
-        """Train until the phase's end (True) or the deadline (False); keeps `progress` up to date."""
+    def run_phase(self, phase: Phase, progress: Progress) -> Iterator[None]:
+        """Train to the phase's end, keeping `progress` up to date; yields every 20 steps: time to save or stop."""
         self.model.set_round_fp8(phase.mode == "sparse")
         optimizer = self.make_optimizer(phase.mode)
         started = time.monotonic()
@@ -230,14 +236,12 @@ class Trainer:
                     )
                 if progress.step >= phase.min_steps and lookup < phase.goal:
                     break
-                if time.monotonic() > deadline:
-                    return False
+                yield
         if progress.lookup_loss > phase.worst:
             raise RuntimeError(
                 f"{phase.name} ended with a loss of {progress.lookup_loss:.2f} on first digits: not learned"
             )
         progress.phase, progress.step = progress.phase + 1, 0
-        return True
 
 
 def main() -> None:
@@ -266,18 +270,22 @@ def main() -> None:
     ops = tokenwise_ops(compiled=device.type == "cuda" and not args.no_compile)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trainer = Trainer(model, data, dtype=dtype, ops=ops, seed=data_seed)
-    while progress.phase < len(phases) and phases[progress.phase].name != args.until:
-        finished = trainer.run_phase(phases[progress.phase], progress, deadline)
+    saved = time.monotonic()
+    while progress.phase < len(phases) and phases[progress.phase].name != args.until and saved < deadline:
+        for _ in trainer.run_phase(phases[progress.phase], progress):
+            if time.monotonic() > min(deadline, saved + SAVE_SECONDS):
+                save_checkpoint(model, progress, args.out)
+                saved = time.monotonic()
+            if saved > deadline:
+                break
         save_checkpoint(model, progress, args.out)
-        if not finished:
-            break
     print(f"stopped: {json.dumps(asdict(progress))}")
 
 
 def small_run() -> tuple[TinyConfig, tuple[Phase, ...]]:
     """A quarter of the width and a few short phases: every code path in a minute on a CPU, no useful model."""
     config = TinyConfig(
-        hidden_size=128, intermediate_size=256, num_attention_heads=2, q_lora_rank=128, kv_lora_rank=128,
+        hidden_size=128, intermediate_size=256, num_attention_heads=4, q_lora_rank=128, kv_lora_rank=128,
         qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, index_n_heads=4, index_head_dim=64, index_topk=64,
     )  # fmt: skip
     lengths = {256: 128, 512: 256, 1024: 256, 2048: 256, 8192: 256, 32768: 512}
