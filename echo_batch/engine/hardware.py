@@ -139,6 +139,13 @@ def _cgroup_free_bytes(directory: Path) -> int | None:
     return None
 
 
+def peak_device_bytes() -> int | None:
+    """Most memory that this process has held on its current GPU, what torch keeps cached included; None without one."""
+    import torch
+
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
+
+
 def _detect_cuda(host_bytes: int) -> Hardware | None:
     import torch
 

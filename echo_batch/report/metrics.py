@@ -130,6 +130,8 @@ class JobMetrics:
     host_pool_tokens: int = 0
     gpu_pool_tokens: int = 0
     bytes_per_recall: float = 0.0
+    peak_device_bytes: int | None = None
+    """Most GPU memory held by this start; None on CPU."""
     """Bytes that recalling one row of a selection group copies, summed over the group's layers (mean over groups)."""
     clock: Callable[[], float] = time.monotonic
 
@@ -258,7 +260,6 @@ class JobMetrics:
         demo_model: bool = False,
         num_starts: int = 1,
         message: str | None = None,
-        memory: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The content of report.json (docs/input-output.md). Also of a start that was interrupted or failed: then
@@ -308,7 +309,7 @@ class JobMetrics:
                 "effective_batch": _rounded(ratio(row_steps, now.steps)) or 0.0,
                 "steps": now.steps,
             },
-            "memory": {"peak_rss_bytes": _peak_rss_bytes(), **(memory or {})},
+            "memory": {"peak_rss_bytes": _peak_rss_bytes(), "peak_device_bytes": self.peak_device_bytes},
             "plan": dict(plan or {}),
             "versions": versions(),
         }

@@ -67,7 +67,7 @@ def test_completions_are_counted_on_top_of_what_earlier_starts_committed():
 
 def test_the_report_has_its_documented_fields():
     clock = Clock()
-    metrics = JobMetrics(rows_total=2, clock=clock, bytes_per_recall=10.0)
+    metrics = JobMetrics(rows_total=2, clock=clock, bytes_per_recall=10.0, peak_device_bytes=1)
     with metrics.in_stage("preflight"):
         clock.now += 1.5
     with metrics.in_stage("run"):
@@ -76,7 +76,7 @@ def test_the_report_has_its_documented_fields():
         metrics.read_engine([Engine(), Engine()])
         metrics.read_cache([Cache(), Cache()])
     result = json.loads(
-        json.dumps(report(metrics, plan={"host_pool_tokens": 64}, memory={"gpu_bytes": 1}), allow_nan=False)
+        json.dumps(report(metrics, plan={"host_pool_tokens": 64}), allow_nan=False)
     )
     assert result["version"] == 1
     assert result["seconds"] == {
@@ -98,7 +98,7 @@ def test_the_report_has_its_documented_fields():
         "offloaded_rows": 18,
     }  # fmt: skip
     assert result["plan"] == {"host_pool_tokens": 64}
-    assert result["memory"]["gpu_bytes"] == 1 and result["memory"]["peak_rss_bytes"] > 1e6
+    assert result["memory"]["peak_device_bytes"] == 1 and result["memory"]["peak_rss_bytes"] > 1e6
     assert result["versions"].keys() >= {"python", "pyarrow", "torch"}
 
 
