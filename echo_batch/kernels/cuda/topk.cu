@@ -1,15 +1,16 @@
 // Exact top-k positions of fp32 rows: one cluster of CLUSTER blocks a row, one launch, no scratch in global memory.
 //
 // A row is cut into CLUSTER * WARPS contiguous slices, one a warp. A block reads its part once, as order-preserving
-// keys, into registers (longer rows: tile by tile, again in every pass, from the L2 cache). Blocks agree on the
-// threshold by histograms that they read from each other's shared memory:
+// keys, into registers or shared memory (longer rows: tile by tile, again in every pass, from the L2 cache). Blocks
+// agree on the threshold by histograms that they read from each other's shared memory:
 //   1. one histogram around the predicted k-th score, finest near it, which leaves a few dozen keys in doubt;
 //   2. only if more than MAX_DOUBT keys are left (no prediction, or a wrong one): equal bins over what is left;
 //   3. the keys in doubt are exchanged and ranked against each other.
 // Keys carry their position in the low bits (earlier is larger), so no two are equal and ties need no further rule.
 //
 // Compile-time: CLUSTER, THREADS (a multiple of BINS), MAX_CHUNKS (float4 that a lane holds), RESIDENT (a lane holds
-// all of its part), ALIGNED (rows start on 16 bytes), MIN_BLOCKS (a multiprocessor is to hold).
+// all of its part), IN_SHARED (in shared memory: for what does not fit into registers), ALIGNED (rows start on 16
+// bytes), MIN_BLOCKS (a multiprocessor is to hold).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -59,6 +60,7 @@ constexpr u32 BINS = 512;
 constexpr u32 MAX_DOUBT = 512;
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 CHUNK = 128;  // positions that a warp reads at once
+constexpr u32 MAX_HELD = IN_SHARED ? 1 : MAX_CHUNKS;
 constexpr u32 POSITION_BITS = 20;
 constexpr u32 LAST_POSITION = (1u << POSITION_BITS) - 1;
 constexpr u32 FULL_MASK = 0xffffffffu;
@@ -96,6 +98,9 @@ struct Shared {
     u64 threshold;
     u32 offset;
 };
+
+constexpr u32 SCORES_OFFSET = 16384;  // of the scores in shared memory
+static_assert(sizeof(Shared) <= SCORES_OFFSET, "shared memory");
 
 // Order-preserving key of a score as it is held: -0.0 made 0.0, every NaN of the row made 0x7fffffff.
 static __device__ __forceinline__ u32 key_of(float score) {
@@ -166,14 +171,41 @@ struct Slice {
 struct Scores {
     Slice slice;
     u32 lane;
-    float held[MAX_CHUNKS][4];
+    float held[MAX_HELD][4];
+    float4* stored;  // IN_SHARED: [MAX_CHUNKS][THREADS], this thread's column
 
-    // Chunks `start` and on; all loads are issued before any is used.
+    // Chunks `start` and on; as many loads as registers allow are issued before any is used.
     __device__ __forceinline__ void fill(u32 start) {
+        if (IN_SHARED) {
+            constexpr u32 AT_ONCE = 4;
+            for (u32 first = 0; first < MAX_CHUNKS; first += AT_ONCE) {
+                float some[AT_ONCE][4];
 #pragma unroll
-        for (u32 i = 0; i < MAX_CHUNKS; ++i) slice.load(start + i, lane, held[i]);
+                for (u32 i = 0; i < AT_ONCE; ++i) slice.load(start + first + i, lane, some[i]);
 #pragma unroll
-        for (u32 i = 0; i < MAX_CHUNKS; ++i) slice.settle(start + i, lane, held[i]);
+                for (u32 i = 0; i < AT_ONCE; ++i) {
+                    slice.settle(start + first + i, lane, some[i]);
+                    if (first + i < MAX_CHUNKS)
+                        stored[(first + i) * THREADS] = make_float4(some[i][0], some[i][1], some[i][2], some[i][3]);
+                }
+            }
+            return;
+        }
+#pragma unroll
+        for (u32 i = 0; i < MAX_CHUNKS; ++i) slice.load(start + i, lane, held[i % MAX_HELD]);
+#pragma unroll
+        for (u32 i = 0; i < MAX_CHUNKS; ++i) slice.settle(start + i, lane, held[i % MAX_HELD]);
+    }
+
+    // The four scores of chunk i of those that are held.
+    __device__ __forceinline__ void get(u32 i, float (&four)[4]) const {
+        if (IN_SHARED) {
+            const float4 vector = stored[i * THREADS];
+            four[0] = vector.x, four[1] = vector.y, four[2] = vector.z, four[3] = vector.w;
+        } else {
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) four[j] = held[i % MAX_HELD][j];
+        }
     }
 
     // Calls visit(first chunk) for all of the slice, MAX_CHUNKS chunks at a time.
@@ -195,9 +227,11 @@ struct Scores {
         Bits chosen = 0;
 #pragma unroll
         for (u32 i = 0; i < MAX_CHUNKS; ++i) {
+            float four[4];
+            get(i, four);
 #pragma unroll
             for (u32 j = 0; j < 4; ++j)
-                if (is_chosen(held[i][j], slice.position(start + i, lane) + j)) chosen |= (Bits)1 << (4 * i + j);
+                if (is_chosen(four[j], slice.position(start + i, lane) + j)) chosen |= (Bits)1 << (4 * i + j);
         }
         return chosen;
     }
@@ -269,6 +303,7 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     scores.slice.length = length;
     scores.slice.num_chunks = (length + CLUSTER * WARPS * CHUNK - 1) / (CLUSTER * WARPS * CHUNK);
     scores.slice.first = (rank * WARPS + warp) * scores.slice.num_chunks * CHUNK;
+    scores.stored = reinterpret_cast<float4*>(shared_bytes + SCORES_OFFSET) + thread;
     if (RESIDENT) scores.fill(0);
     __syncthreads();
 
@@ -332,10 +367,12 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
         if (in_doubt != 0) {  // few lanes
 #pragma unroll
             for (u32 i = 0; i < MAX_CHUNKS; ++i) {
+                float four[4];
+                scores.get(i, four);
 #pragma unroll
                 for (u32 j = 0; j < 4; ++j) {
                     if (in_doubt >> (4 * i + j) & 1) {
-                        const u64 key = full_key(scores.held[i][j], scores.slice.position(start + i, lane) + j);
+                        const u64 key = full_key(four[j], scores.slice.position(start + i, lane) + j);
                         shared.doubt[atomicAdd(&shared.num_doubt, 1u)] = key;
                     }
                 }

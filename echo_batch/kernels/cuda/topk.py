@@ -10,7 +10,7 @@ from echo_batch.kernels.cuda.runtime import INT32, INT64, POINTER, UINT32, launc
 _CLUSTER = 8
 """Blocks that share a row: the largest portable cluster."""
 _SHARED_BYTES = 16384
-"""At least sizeof(Shared) of topk.cu."""
+"""At least sizeof(Shared) of topk.cu: its SCORES_OFFSET."""
 MAX_WIDTH = 1 << 20
 """Positions have 20 bits in the kernel's keys."""
 
@@ -45,9 +45,10 @@ def topk_positions(
             ("MIN_BLOCKS", instance.min_blocks),
             ("MAX_CHUNKS", instance.chunks),
             ("RESIDENT", int(instance.resident)),
+            ("IN_SHARED", int(instance.in_shared)),
             ("ALIGNED", int(aligned)),
         ),
-        _SHARED_BYTES,
+        _SHARED_BYTES + (16 * instance.threads * instance.chunks if instance.in_shared else 0),
         scores.device.index,
     )
     # Grids have at most 65,535 rows of blocks.
@@ -79,17 +80,19 @@ class Instance(NamedTuple):
     min_blocks: int
     chunks: int
     resident: bool
+    in_shared: bool = False
 
 
 def choose_instance(num_rows: int, width: int) -> Instance:
     """The instance for rows of this width; a pure function of the shape.
 
     Few rows: the largest blocks, one on a multiprocessor, for latency. Many: two smaller ones, so that one works while
-    the other waits (B=32, L=65,536: 18 against 23 us; B=256, L=98,304: 110 against 156 us on an H200).
+    the other waits (B=32, L=65,536: 18 against 23 us; B=256, L=98,304: 110 against 156 us on an H200). An H200 runs at
+    most 16 clusters of blocks that fill a multiprocessor at once, 32 of the smaller ones.
     """
     small, large = (-(-width // (_CLUSTER * threads * 4)) for threads in (512, 1024))
-    if num_rows > 16 and small <= 6:
-        return Instance(512, 2, max(1, small), True)
+    if num_rows > 16 and small <= 12:
+        return Instance(512, 2, max(1, small), True, in_shared=small > 6)
     if large <= 5:
         return Instance(1024, 1, max(1, large), True)
     # The row does not fit into registers: it is read again in every pass.

@@ -113,6 +113,19 @@ def test_cuda_same_as_reference(kind: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [98432, 131072, 190003])
+def test_cuda_many_wide_rows(width: int) -> None:
+    """Two rows on a multiprocessor, their scores in shared memory."""
+    from echo_batch.kernels.cuda.topk import choose_instance
+    from echo_batch.kernels.cuda.topk import topk_positions as cuda_topk
+
+    assert choose_instance(18, width).in_shared
+    scores = torch.cat([scores_of(kind, 2, width, seed=width) for kind in KINDS])
+    lengths = torch.tensor([width, width - 5], dtype=torch.int32).repeat(len(KINDS))
+    check([cuda_topk], scores, lengths, 2048, predictions(reference(scores, lengths, 2048)[1]))
+
+
+@pytest.mark.gpu
 def test_cuda_every_length_in_one_batch_and_update() -> None:
     from echo_batch.kernels.cuda.topk import topk_positions as cuda_topk
 
