@@ -14,9 +14,6 @@ from torch import Tensor
 
 Argument = Tensor | int | float | None
 
-_DEFAULT_SHARED_BYTES = 48 << 10
-"""What a block may have without asking."""
-
 _SHARED_BYTES_BY_DEFAULT = 48 << 10
 """Dynamic shared memory that a kernel may have without asking for it."""
 
@@ -69,12 +66,6 @@ def load_kernel(
         torch.cuda.current_stream().synchronize()  # makes torch's context current in this thread
         module = _check(driver.cuModuleLoadData(binary))
         function = _check(driver.cuModuleGetFunction(module, kernel_name.encode()))
-        if shared_bytes > 48 * 1024:  # more has to be asked for
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-        if shared_bytes > _DEFAULT_SHARED_BYTES:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
         if shared_bytes > _SHARED_BYTES_BY_DEFAULT:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
