@@ -8,7 +8,7 @@ from tools.studies.histogram import NUM_BINS, bins, subset_by_histogram
 def test_bins_are_in_the_order_of_the_scores():
     scores = torch.randn(1000).mul(torch.logspace(-6, 6, 1000)).sort().values
     found = bins(scores)
-    assert bool((found.diff() >= 0).all()) and 0 <= int(found[0]) and int(found[-1]) < NUM_BINS
+    assert bool((found.diff() >= 0).all()) and int(found[0]) >= 0 and int(found[-1]) < NUM_BINS
 
 
 def test_takes_whole_bins_from_the_top_and_never_more_than_k():

@@ -43,7 +43,7 @@ class Row:
 
     def line(self) -> str:
         return (
-            f"{self.source:24} k={self.k:5} {'shifted' if self.shifted else 'as they are':12} k-th {self.kth_score:8.3f}"
+            f"{self.source:24} k={self.k:5} {'shifted' if self.shifted else 'plain':8} k-th {self.kth_score:8.3f}"
             f"  threshold bin {self.threshold_bin:8.0f}  taken {100 * self.taken_share:5.1f} %"
         )
 
