@@ -60,6 +60,8 @@ class CacheConfig:
     kv_cache_dtype: Literal["auto", "fp8", "bfloat16", "float32"] = "auto"
     offload: bool = True
     prefetch: Literal["auto", "off", "branch", "fused"] = "auto"
+    residency: Literal["auto", "off"] = "auto"
+    """auto: as long as all tokens fit the GPU pool, steps run without the cache manager."""
     poison: bool = False
     """Debug: freed host slots and evicted GPU rows are filled with NaN."""
 

@@ -31,6 +31,9 @@ def decode(
     locality: Annotated[float | None, typer.Option(help="AR(1) factor of the indexer's queries, such as 0.97.")] = None,
     ep_slice: Annotated[int, typer.Option(min=1, help="Be one worker of so many that share the experts.")] = 1,
     offload: Annotated[str, typer.Option(help="on or off.")] = "on",
+    residency: Annotated[
+        str, typer.Option(help="auto (no cache manager while everything fits the GPU pool) or off.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     seed: Annotated[int, typer.Option()] = 0,
@@ -40,8 +43,8 @@ def decode(
     from echo_batch.bench.decode import DecodeBench, run_decode_bench, write_json
 
     try:
-        if routing not in ("uniform", "model") or offload not in ("on", "off"):
-            raise typer.BadParameter("--routing is uniform or model, --offload on or off")
+        if routing not in ("uniform", "model") or offload not in ("on", "off") or residency not in ("auto", "off"):
+            raise typer.BadParameter("--routing is uniform or model, --offload on or off, --residency auto or off")
         options = DecodeBench(
             model=model,
             num_layers=layers,
@@ -55,6 +58,7 @@ def decode(
             locality=locality,
             ep_slice=ep_slice,
             offload=offload == "on",
+            residency=residency == "auto",
             device=device,
             dtype=dtype,
             seed=seed,
@@ -64,8 +68,68 @@ def decode(
         Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
         raise typer.Exit(error.exit_code) from error
     write_json(result, json_path)
+    shown = ("batch", "resident", "step_ms", "tok_s", "hit_rate", "recalled_rows_per_step")
     for case in result["cases"]:
-        print(json.dumps({k: case[k] for k in ("batch", "step_ms", "tok_s", "hit_rate", "recalled_rows_per_step")}))
+        print(json.dumps({key: case[key] for key in shown}))
+
+
+@app.command()
+def prefill(
+    model: Annotated[str, typer.Option(help="Directory with config.json.")],
+    layers: Annotated[int | None, typer.Option(help="Keep the first layers only (dummy weights).")] = None,
+    load_format: Annotated[str, typer.Option(help="safetensors or dummy.")] = "dummy",
+    context: Annotated[str, typer.Option(help="Tokens per prompt; 32K is 32,768 here.")] = "32K",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts that are prefilled.")] = 24,
+    prefix: Annotated[str, typer.Option(help="All prompts begin with the same so many tokens.")] = "0",
+    chunk: Annotated[str, typer.Option(help="Tokens that the experts see at once.")] = "32K",
+    slice_: Annotated[str, typer.Option("--slice", help="Tokens inside attention at once.")] = "4K",
+    group: Annotated[str, typer.Option(help="Prompt tokens that go through a layer before the next.")] = "64K",
+    streamed: Annotated[
+        float, typer.Option(help="Prefix tokens read from the host under the compute of one token; 0: selected only.")
+    ] = 200.0,
+    gpu_pool: Annotated[str, typer.Option(help="GPU pool in tokens.")] = "110K",
+    host_pool: Annotated[str | None, typer.Option(help="Host pool in tokens; what the prompts need if left out.")] = None,
+    routing: Annotated[str, typer.Option(help="uniform (independent experts) or model.")] = "uniform",
+    ep_slice: Annotated[int, typer.Option(min=1, help="Be one worker of so many that share the experts.")] = 1,
+    offload: Annotated[str, typer.Option(help="on or off.")] = "on",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option()] = 0,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write the result here.")] = None,
+) -> None:
+    """Time of prefilling random prompts, by kernel, with and without host writes."""
+    from echo_batch.bench.decode import write_json
+    from echo_batch.bench.prefill import PrefillBench, run_prefill_bench
+
+    try:
+        if routing not in ("uniform", "model") or offload not in ("on", "off"):
+            raise typer.BadParameter("--routing is uniform or model, --offload on or off")
+        options = PrefillBench(
+            model=model,
+            num_layers=layers,
+            load_format=load_format,
+            context=_context_tokens(context),
+            prompts=prompts,
+            prefix=_context_tokens(prefix),
+            chunk=_context_tokens(chunk),
+            slice=_context_tokens(slice_),
+            group=_context_tokens(group),
+            streamed_per_token=streamed,
+            gpu_tokens=_pool_tokens(gpu_pool, "--gpu-pool"),
+            host_tokens=None if host_pool is None else _pool_tokens(host_pool, "--host-pool"),
+            routing=routing,
+            ep_slice=ep_slice,
+            offload=offload == "on",
+            device=device,
+            dtype=dtype,
+            seed=seed,
+        )
+        result = run_prefill_bench(options)
+    except EchoBatchError as error:
+        Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
+        raise typer.Exit(error.exit_code) from error
+    write_json(result, json_path)
+    print(json.dumps({key: value for key, value in result.items() if key not in ("kernels", "options", "versions")}))
 
 
 def _context_tokens(text: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from echo_batch.bench.workload import WorkloadModel, WorkloadShape, expert_slice, fill_contexts, uniform_routing
-from echo_batch.cache.manager import make_cache
+from echo_batch.cache.manager import KVCache, make_cache
 from echo_batch.cache.spec import CacheSpec, minimum_gpu_tokens
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.runner import EagerRunner, GraphRunner, StepShape
@@ -45,6 +45,8 @@ class DecodeBench:
     locality: float | None
     ep_slice: int
     offload: bool
+    residency: bool
+    """With everything in the GPU pool: steps without the cache manager; False measures its cost."""
     device: str
     dtype: str
     seed: int = 0
@@ -74,7 +76,7 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     )
     load_seconds = time.perf_counter() - started
     largest = max(options.batches)
-    room = options.steps + options.warmup_steps + 8
+    room = _room(options)
     spec = CacheSpec(
         group_layers=config.group_layers,
         row_format=RowFormat(row_kind, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim),  # type: ignore[arg-type]
@@ -84,12 +86,12 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
         gpu_tokens=(options.gpu_tokens if options.offload else options.host_tokens) // BLOCK_SIZE * BLOCK_SIZE,
         offload=options.offload,
     )
-    need = largest * (-(-(options.context + room) // BLOCK_SIZE)) * BLOCK_SIZE
+    need = _slots(options, largest)
     if need > spec.host_tokens:
         raise ConfigError(f"batch {largest} needs {need} tokens: give --host-pool {need} or a smaller batch")
     if options.offload and minimum_gpu_tokens([options.context + room] * largest, spec.index_topk) > spec.gpu_tokens:
         raise ConfigError(f"batch {largest} needs a larger --gpu-pool than {spec.gpu_tokens}")
-    cache = make_cache(spec, device, ops)
+    cache = make_cache(spec, device, ops, residency=options.residency)
     workload = WorkloadModel(
         model, WorkloadShape(capacity=largest, locality=options.locality, ep_slice=options.ep_slice)
     )
@@ -97,7 +99,7 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     runner: EagerRunner | GraphRunner
     if device.type == "cuda":
         runner = GraphRunner(workload, cache, ops, state, depth=1)
-        runner.capture([StepShape(bucket=b, greedy_only=True) for b in options.batches])
+        runner.capture([_shape(cache, options, b) for b in options.batches])
     else:
         runner = EagerRunner(workload, cache, ops, state)
     cases = []
@@ -106,6 +108,7 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
             fill_contexts(
                 workload, cache, ops, state, batch=batch, context=options.context, room=room, seed=options.seed
             )
+            assert cache.resident == _shape(cache, options, batch).resident
             cases.append(_measure(runner, options, batch))
     finally:
         cache.close()
@@ -122,8 +125,24 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     }
 
 
+def _room(options: DecodeBench) -> int:
+    """Tokens that a row gets during the measurement."""
+    return options.steps + options.warmup_steps + 8
+
+
+def _slots(options: DecodeBench, batch: int) -> int:
+    """Token slots of a batch."""
+    return batch * -(-(options.context + _room(options)) // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def _shape(cache: KVCache, options: DecodeBench, batch: int) -> StepShape:
+    """The step of a batch; without the manager if everything fits the GPU pool and `residency` is on."""
+    fits = options.residency and _slots(options, batch) <= cache.spec.gpu_tokens
+    return StepShape(bucket=batch, greedy_only=True, resident=fits or not cache.spec.offload)
+
+
 def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int) -> dict[str, Any]:
-    shape = StepShape(bucket=batch, greedy_only=True)
+    shape = _shape(runner.cache, options, batch)
     on_gpu = runner.state.device.type == "cuda"
     max_blocks = runner.state.block_table.shape[1]
 
@@ -163,6 +182,7 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
     median = statistics.median(times_ms)
     return {
         "batch": batch,
+        "resident": shape.resident,
         "step_ms": round(median, 4),
         "step_ms_p10": round(statistics.quantiles(times_ms, n=10)[0], 4),
         "step_ms_p90": round(statistics.quantiles(times_ms, n=10)[-1], 4),

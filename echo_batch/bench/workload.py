@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echo_batch.cache.manager import KVCache
+from echo_batch.cache.manager import KVCache, OffloadedCache
 from echo_batch.engine.batch import BatchState
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import BLOCK_SIZE
@@ -29,7 +29,8 @@ def fill_contexts(
     """Make the first `batch` rows active with `context` tokens each and room for `room` more, without prefill.
 
     KV rows and index keys are packed from standard normal values, so every kernel sees plausible numbers; rows are
-    drawn from a table of 4,096 different ones. The GPU pool starts empty.
+    drawn from a table of 4,096 different ones. The GPU pool starts empty, or with everything while that fits it and
+    the cache may be resident.
     """
     device = state.device
     config, spec = model.config, cache.spec
@@ -37,6 +38,8 @@ def fill_contexts(
     blocks_each = -(-(context + room) // BLOCK_SIZE)
     assert batch * blocks_each <= spec.num_blocks, "the contexts do not fit into the host pool"
     cache.reset()
+    if isinstance(cache, OffloadedCache) and cache.resident and batch * blocks_each * BLOCK_SIZE > spec.gpu_tokens:
+        cache.leave_residency(0, torch.empty(0, dtype=torch.int32, device=device))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=model.dtype)

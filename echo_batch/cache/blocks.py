@@ -1,5 +1,6 @@
 """Which blocks of token slots are free, and how many requests hold each of the others. Knows no torch and no bytes."""
 
+import heapq
 from collections.abc import Iterable
 
 
@@ -9,8 +10,9 @@ class BlockAllocator:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 0, num_blocks
         self.num_blocks = num_blocks
-        # Lowest numbers go out first and freed blocks are reused first: the host pool is touched as little as possible.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        # A heap: the lowest numbers go out first, so that the slots in use fit a GPU pool for as long as possible, the
+        # host pool is touched as little as possible, and a request's blocks tend to lie together.
+        self._free = list(range(num_blocks))
         self._references = [0] * num_blocks
 
     @property
@@ -18,11 +20,11 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self, num: int) -> list[int] | None:
-        """Take `num` free blocks, one reference each; None (and nothing taken) if fewer are free."""
+        """Take the `num` lowest free blocks, one reference each; None (and nothing taken) if fewer are free."""
         assert num >= 0, num
         if num > len(self._free):
             return None
-        blocks = [self._free.pop() for _ in range(num)]
+        blocks = [heapq.heappop(self._free) for _ in range(num)]
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -43,7 +45,7 @@ class BlockAllocator:
             assert self._references[block] > 0, f"block {block} is freed twice"
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free.append(block)
+                heapq.heappush(self._free, block)
                 freed.append(block)
         return freed
 

@@ -1,326 +1,37 @@
-"""The two-pool KV cache behind one face: which rows are on the GPU, and how they get there. Knows no model.
+"""The KV cache behind one face, with offloading or without: which rows are on the GPU, and how they get there.
 
-Order of calls in a decode step: `begin_step`; per selection group `append` and `write_index`, then `resolve`; per
-layer `write` (a group's first layer: before `resolve`) and `recall` (before attention). Between steps: `write_host`,
-`warm`, `release`. On the GPU all of these only launch kernels of fixed shape, so a step fits a CUDA graph.
+Knows no model. The order of calls in a step: cache/offloaded.py.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
-from echo_batch.cache.gpu_pool import make_gpu_pool
-from echo_batch.cache.host_pool import HostPool
+from echo_batch.cache.counters import CacheCounters
+from echo_batch.cache.offloaded import OffloadedCache
+from echo_batch.cache.resident import ResidentCache
+from echo_batch.cache.slots import slots_of_blocks
 from echo_batch.cache.spec import CacheSpec
-from echo_batch.kernels.cache_layout import NUM_TOTALS
-from echo_batch.kernels.cache_ops import CacheOps, select_cache_ops
-from echo_batch.kernels.contracts import Resolution
-from echo_batch.kernels.formats import BLOCK_SIZE
+from echo_batch.kernels.cache_ops import CacheOps
 from echo_batch.kernels.ops import Ops
-from echo_batch.kernels.reference.cache_ops import VIOLATIONS
 
-COMPARE_ROWS = 65536
-"""Rows that `check_invariants` compares at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCounters:
-    """Rows per selection group since the last reset (a row of a group stands for one row in each of its layers)."""
-
-    selected_rows: tuple[int, ...]
-    hit_rows: tuple[int, ...]
-    """Selected and resident already; two batch rows that select one slot count twice."""
-    recalled_rows: tuple[int, ...]
-    """Copied from the host; once each, even if several batch rows selected it."""
-    evicted_rows: tuple[int, ...]
-    offloaded_rows: tuple[int, ...]
-    """New rows of decoded tokens, written to both pools."""
-
-
-class OffloadedCache:
-    """Host pool with every row, GPU pool with the rows in use; see the module docstring for the order of calls."""
-
-    def __init__(
-        self, spec: CacheSpec, device: torch.device, ops: Ops, *, poison: bool, cache_ops: CacheOps | None = None
-    ) -> None:
-        assert spec.offload
-        self.spec = spec
-        self.device = device
-        self.poison = poison
-        self._ops = ops
-        self._cache_ops = cache_ops or select_cache_ops(device)
-        self._host = HostPool(spec, device, poison=poison)
-        self._gpu = make_gpu_pool(spec, device, poison=poison)
-        assert self._gpu.maps is not None
-        self.maps = self._gpu.maps
-        self.step = torch.zeros(1, dtype=torch.int32, device=device)
-        self._group_maps = [self.maps.group(g) for g in range(spec.num_groups)]
-        self._group_of_layer = spec.group_of_layer
-        self._is_first = {layers[0] for layers in spec.group_layers}
-        self._appended: set[int] = set()
-        self._resolved: set[int] = set()
-
-    def begin_step(self) -> None:
-        """Start a decode step: rows used in earlier steps may be evicted from now on."""
-        self._appended.clear()
-        self._resolved.clear()
-        self._cache_ops.begin_step(self.maps, self.step)
-
-    def append(self, group: int, slots: Tensor) -> Tensor:
-        """Give the step's new tokens `slots` (int32 [B], -1 = none) a GPU row each; returns int32 [B]."""
-        return self._append(group, group + 1, slots)[0]
-
-    def append_all(self, slots: Tensor) -> Tensor:
-        """`append` for all groups in one launch; returns int32 [groups, B]."""
-        return self._append(0, self.spec.num_groups, slots)
-
-    def write(self, layer: int, slots: Tensor, rows: Tensor, kv_rows: Tensor) -> None:
-        """Write the new tokens' `kv_rows` (uint8 [B, row_bytes]) to the GPU pool and to the host pool."""
-        self._cache_ops.write_rows(kv_rows, self._gpu.rows[layer], rows, self._host.rows[layer], slots)
-
-    def write_index(self, group: int, slots: Tensor, keys: Tensor) -> None:
-        """Write packed indexer keys (uint8 [n, index row bytes]) of `slots` (int32 [n], -1 = none)."""
-        self._ops.write_index_keys(self._gpu.index_pages[group], slots, keys, self.spec.index_format)
-
-    def index_pages(self, group: int) -> Tensor:
-        """Indexer keys of a group: uint8 [N_H / BLOCK_SIZE, page_bytes]."""
-        return self._gpu.index_pages[group]
-
-    def resolve(self, group: int, slots: Tensor) -> Resolution:
-        """Make the selection `slots` (int32 [B, k], -1 padded) resident; `recall` must follow for each layer."""
-        assert group not in self._resolved, "a group is resolved once per step"
-        self._resolved.add(group)
-        layers = self.spec.group_layers[group]
-        resolution = self._cache_ops.resolve(
-            self._group_maps[group], slots, self.step, self._host.rows[layers[0]], self._gpu.rows[layers[0]]
-        )
-        if self.poison:
-            # The first layer's rows have been copied; those of the others hold what was evicted until they are.
-            for layer in layers[1:]:
-                self._cache_ops.fill_rows(self._gpu.rows[layer], self._used_miss_rows(resolution))
-        return resolution
-
-    def recall(self, layer: int, resolution: Resolution) -> None:
-        """Copy the rows of `layer` that the selection missed from the host to the GPU pool."""
-        if layer in self._is_first:
-            return  # resolve copied them in the same launch
-        self._cache_ops.copy_rows(
-            self._host.rows[layer],
-            resolution.miss_slots,
-            self._gpu.rows[layer],
-            resolution.miss_rows,
-            resolution.miss_count,
-        )
-
-    def gpu_rows(self, layer: int) -> Tensor:
-        """The layer's GPU pool: uint8 [N_G, row_bytes]."""
-        return self._gpu.rows[layer]
-
-    def host_rows(self, layer: int) -> Tensor:
-        """The layer's host pool: uint8 [N_H, row_bytes], on the CPU."""
-        return self._host.rows[layer]
-
-    def write_host(self, layer: int, slots: Tensor, kv_rows: Tensor) -> None:
-        """Write prefilled rows (uint8 [n, row_bytes]) of `slots` (int32 [n], -1 = none) to the host pool."""
-        self._cache_ops.copy_rows(kv_rows, None, self._host.rows[layer], slots, None)
-
-    def read_host(self, layer: int, slots: Tensor) -> Tensor:
-        """Host rows of `slots` (int32 [n]) on the device: uint8 [n, row_bytes], zeros for -1."""
-        rows = torch.zeros((slots.shape[0], self.spec.row_format.row_bytes), dtype=torch.uint8, device=self.device)
-        self._cache_ops.copy_rows(self._host.rows[layer], slots, rows, None, None)
-        return rows
-
-    def warm(self, group: int, slots: Tensor, layer_rows: Sequence[Tensor]) -> None:
-        """Put rows of `slots` (int32 [n]) into free GPU rows as far as these go; never evicts.
-
-        `layer_rows`: uint8 [n, row_bytes] for each layer of the group, equal to the host rows. Not inside a step.
-        """
-        rows = self._cache_ops.warm(self._group_maps[group], slots, self.step)
-        for layer, kv_rows in zip(self.spec.group_layers[group], layer_rows, strict=True):
-            self._cache_ops.copy_rows(kv_rows, None, self._gpu.rows[layer], rows, None)
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Forget all slots of `blocks` in every group. Must come before the blocks are written again."""
-        if not blocks:
-            return
-        numbers = torch.tensor(blocks, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        numbers = numbers.to(self.device, non_blocking=True)
-        if self.poison:
-            self._poison_blocks(numbers)
-        self._cache_ops.release(self.maps, numbers)
-
-    def reset(self) -> None:
-        """Empty the GPU pool, zero the counters and start again at step 0."""
-        self.maps.reset()
-        self.step.zero_()
-        self._appended.clear()
-        self._resolved.clear()
-
-    def counters(self) -> CacheCounters:
-        """Counters as numbers (waits for the device)."""
-        totals = (self.maps.totals + self.maps.counts[:, :NUM_TOTALS]).cpu()
-        selected, missing, recalled, evicted, offloaded = (tuple(column.tolist()) for column in totals.T)
-        hits = tuple(s - m for s, m in zip(selected, missing, strict=True))
-        return CacheCounters(selected, hits, recalled, evicted, offloaded)
-
-    def check_invariants(self, live_blocks: Collection[int] | None = None) -> None:
-        """Raise AssertionError naming the first broken cache rule. Between steps only; waits for the device.
-
-        `live_blocks`: blocks in use; rows of other blocks are leaks. A debug tool: it reads all resident rows twice.
-        """
-        counts = self._cache_ops.violations(self.maps, self.step).cpu()
-        for group, column in counts.nonzero().tolist():
-            raise AssertionError(f"group {group}: {int(counts[group, column])} {VIOLATIONS[column]}")
-        for group, layers in enumerate(self.spec.group_layers):
-            rows = (self.maps.gpu_to_host[group] >= 0).nonzero()[:, 0].to(torch.int32)
-            slots = self.maps.gpu_to_host[group][rows]
-            if live_blocks is not None:
-                leaked = set((slots // BLOCK_SIZE).tolist()) - set(live_blocks)
-                if leaked:
-                    raise AssertionError(f"group {group}: rows of freed blocks {sorted(leaked)} are resident")
-            for layer in layers:
-                for start in range(0, rows.shape[0], COMPARE_ROWS):
-                    part = slice(start, start + COMPARE_ROWS)
-                    different = (self._gpu.rows[layer][rows[part]] != self.read_host(layer, slots[part])).any(1)
-                    if bool(different.any()):
-                        slot = int(slots[part][different][0])
-                        raise AssertionError(f"layer {layer}: slot {slot} differs between the GPU and the host pool")
-
-    def close(self) -> None:
-        """Give the host pool back; the cache cannot be used afterwards."""
-        self._host.close()
-
-    def _append(self, first: int, end: int, slots: Tensor) -> Tensor:
-        groups = set(range(first, end))
-        assert not groups & self._appended, "a group is appended to once per step"
-        self._appended |= groups
-        maps = self.maps if len(groups) == self.spec.num_groups else self._group_maps[first]
-        rows = self._cache_ops.append(maps, slots, self.step)
-        if self.poison:
-            for group in groups:
-                for layer in self.spec.group_layers[group]:
-                    self._cache_ops.fill_rows(self._gpu.rows[layer], rows[group - first])
-        return rows
-
-    def _used_miss_rows(self, resolution: Resolution) -> Tensor:
-        """The resolution's miss rows with unused entries set to -1."""
-        if resolution.miss_count is None:
-            return resolution.miss_rows
-        position = torch.arange(resolution.miss_rows.shape[0], dtype=torch.int32, device=self.device)
-        used = (position < resolution.miss_count) & (resolution.miss_slots >= 0)
-        return torch.where(used, resolution.miss_rows, -1)
-
-    def _poison_blocks(self, blocks: Tensor) -> None:
-        """Fill the host rows of `blocks` and the GPU rows of their slots with NaN, before their maps are cleared."""
-        slots = slots_of_blocks(blocks)
-        for group, layers in enumerate(self.spec.group_layers):
-            rows = self.maps.host_to_gpu[group][slots]
-            for layer in layers:
-                self._cache_ops.fill_rows(self._gpu.rows[layer], rows)
-                self._cache_ops.fill_rows(self._host.rows[layer], slots)
-
-
-class ResidentCache:
-    """Offloading off: every token lives in the GPU pool and a row is a token slot. Same face as OffloadedCache."""
-
-    def __init__(
-        self, spec: CacheSpec, device: torch.device, ops: Ops, *, poison: bool, cache_ops: CacheOps | None = None
-    ) -> None:
-        assert not spec.offload
-        self.spec = spec
-        self.device = device
-        self.poison = poison
-        self._ops = ops
-        self._cache_ops = cache_ops or select_cache_ops(device)
-        self._gpu = make_gpu_pool(spec, device, poison=poison)
-        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
-
-    def begin_step(self) -> None:
-        """Nothing to do: no row is ever evicted."""
-
-    def append(self, group: int, slots: Tensor) -> Tensor:
-        """Rows of new tokens: their slots."""
-        return slots
-
-    def append_all(self, slots: Tensor) -> Tensor:
-        """Rows of new tokens in every group: their slots, int32 [groups, B]."""
-        return slots.expand(self.spec.num_groups, -1)
-
-    def write(self, layer: int, slots: Tensor, rows: Tensor, kv_rows: Tensor) -> None:
-        """Write the new tokens' `kv_rows` (uint8 [B, row_bytes]); row -1 is skipped."""
-        self._cache_ops.copy_rows(kv_rows, None, self._gpu.rows[layer], rows, None)
-
-    def write_index(self, group: int, slots: Tensor, keys: Tensor) -> None:
-        """Write packed indexer keys (uint8 [n, index row bytes]) of `slots` (int32 [n], -1 = none)."""
-        self._ops.write_index_keys(self._gpu.index_pages[group], slots, keys, self.spec.index_format)
-
-    def index_pages(self, group: int) -> Tensor:
-        """Indexer keys of a group: uint8 [N_H / BLOCK_SIZE, page_bytes]."""
-        return self._gpu.index_pages[group]
-
-    def resolve(self, group: int, slots: Tensor) -> Resolution:
-        """Rows of a selection: its slots; nothing is ever missing."""
-        return Resolution(slots, self._nothing, self._nothing)
-
-    def recall(self, layer: int, resolution: Resolution) -> None:
-        """Nothing to do: nothing is ever missing."""
-
-    def gpu_rows(self, layer: int) -> Tensor:
-        """The layer's rows: uint8 [N_G, row_bytes]."""
-        return self._gpu.rows[layer]
-
-    def write_host(self, layer: int, slots: Tensor, kv_rows: Tensor) -> None:
-        """Write prefilled rows (uint8 [n, row_bytes]) of `slots` (int32 [n], -1 = none) to the one pool."""
-        self._cache_ops.copy_rows(kv_rows, None, self._gpu.rows[layer], slots, None)
-
-    def read_host(self, layer: int, slots: Tensor) -> Tensor:
-        """Rows of `slots` (int32 [n]): uint8 [n, row_bytes], zeros for -1."""
-        rows = torch.zeros((slots.shape[0], self.spec.row_format.row_bytes), dtype=torch.uint8, device=self.device)
-        self._cache_ops.copy_rows(self._gpu.rows[layer], slots, rows, None, None)
-        return rows
-
-    def warm(self, group: int, slots: Tensor, layer_rows: Sequence[Tensor]) -> None:
-        """Nothing to do: `write_host` put the rows where attention reads them."""
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Nothing to forget; with poison the rows of `blocks` become NaN."""
-        if self.poison and blocks:
-            slots = slots_of_blocks(torch.tensor(blocks, dtype=torch.int32, device=self.device))
-            for layer in range(self.spec.num_layers):
-                self._cache_ops.fill_rows(self._gpu.rows[layer], slots)
-
-    def reset(self) -> None:
-        """Nothing to do: there are no maps."""
-
-    def counters(self) -> CacheCounters:
-        """All zero: without offloading there is nothing to hit or to miss, and counting selections would cost time."""
-        zeros = (0,) * self.spec.num_groups
-        return CacheCounters(zeros, zeros, zeros, zeros, zeros)
-
-    def check_invariants(self, live_blocks: Collection[int] | None = None) -> None:
-        """Nothing to check: there are no maps."""
-
-    def close(self) -> None:
-        """Nothing to give back by hand."""
-
+__all__ = ["CacheCounters", "KVCache", "OffloadedCache", "ResidentCache", "make_cache", "slots_of_blocks"]
 
 KVCache = OffloadedCache | ResidentCache
 
 
 def make_cache(
-    spec: CacheSpec, device: torch.device, ops: Ops, *, poison: bool = False, cache_ops: CacheOps | None = None
+    spec: CacheSpec,
+    device: torch.device,
+    ops: Ops,
+    *,
+    poison: bool = False,
+    cache_ops: CacheOps | None = None,
+    residency: bool = False,
 ) -> KVCache:
     """The cache of `spec` on `device`; raises ConfigError if the host pool does not fit the machine.
 
     `poison` fills freed and evicted rows with NaN (debug). `cache_ops`: other than those of the device (tests).
+    `residency`: with offloading, start resident (the caller then sees to leaving; see OffloadedCache).
     """
-    kind = OffloadedCache if spec.offload else ResidentCache
-    return kind(spec, device, ops, poison=poison, cache_ops=cache_ops)
-
-
-def slots_of_blocks(blocks: Tensor) -> Tensor:
-    """Token slots of block numbers (int32 [n]): int32 [n * BLOCK_SIZE]."""
-    offsets = torch.arange(BLOCK_SIZE, dtype=torch.int32, device=blocks.device)
-    return (blocks[:, None] * BLOCK_SIZE + offsets).flatten()
+    if not spec.offload:
+        return ResidentCache(spec, device, ops, poison=poison, cache_ops=cache_ops)
+    return OffloadedCache(spec, device, ops, poison=poison, cache_ops=cache_ops, residency=residency)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from echo_batch.cache.slots import slots_of_blocks
 from echo_batch.engine.sequence import Sequence
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.reference.sampling import SamplingTensors
@@ -100,6 +101,14 @@ class BatchState:
         self.seed[row] = sampling.seed
         self.row_id[row] = sequence.request.row_id
         self.predicted[:, row] = float("nan")
+
+    def written_slots(self, row: int, num_blocks: int) -> Tensor:
+        """Slots of the row's tokens whose KV rows are written, once the steps launched so far are done: int32
+        `[num_blocks * BLOCK_SIZE]`, -1 for the others. `num_blocks`: length of the row's block table."""
+        slots = slots_of_blocks(self.block_table[row, :num_blocks])
+        position = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
+        # The last known token is the next step's input: its row is not there yet.
+        return torch.where(position < self.positions[row], slots, -1)
 
     def clear_row(self, row: int) -> None:
         """The row becomes padding from the next step on."""

@@ -10,6 +10,7 @@ from echo_batch.config import RunConfig
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.core import EngineCore
 from echo_batch.engine.plan import Plan
+from echo_batch.engine.residency import resident_buckets, stays_resident
 from echo_batch.engine.runner import EagerRunner, GraphRunner, Runner, StepShape
 from echo_batch.engine.stops import Detokenizer
 from echo_batch.kernels.ops import Ops
@@ -40,7 +41,8 @@ def build_core(
     device = torch.device(plan.device)
     ops = select_ops(device)
     # The pools come first: they fail early and cheaply when the machine does not have what the plan counted on.
-    cache = make_cache(plan.cache, device, ops, poison=config.cache.poison)
+    residency = config.cache.residency == "auto"
+    cache = make_cache(plan.cache, device, ops, poison=config.cache.poison, residency=residency)
     try:
         model = load_model(
             model_config,
@@ -60,9 +62,24 @@ def build_core(
         model, cache, ops, plan, eos_token_ids=model_config.eos_token_ids, make_detokenizer=make_detokenizer
     )
     if isinstance(core.runner, GraphRunner):
-        greedy = config.sampling.temperature == 0
-        core.runner.capture([StepShape(bucket=bucket, greedy_only=greedy) for bucket in plan.decode_buckets])
+        core.runner.capture(step_shapes(plan, residency=residency, greedy_only=config.sampling.temperature == 0))
     return core
+
+
+def step_shapes(plan: Plan, *, residency: bool, greedy_only: bool) -> list[StepShape]:
+    """The steps that a run is expected to launch: managed ones unless everything fits the GPU pool, and resident ones
+    for the batches that fit it."""
+    resident, managed = plan.decode_buckets, plan.decode_buckets
+    if plan.cache.offload:
+        resident = resident_buckets(plan) if residency else ()
+        managed = () if residency and stays_resident(plan) else managed
+    else:
+        managed = ()
+    return [
+        StepShape(bucket=bucket, greedy_only=greedy_only, resident=kind)
+        for kind, buckets in ((False, managed), (True, resident))
+        for bucket in buckets
+    ]
 
 
 def assemble_core(

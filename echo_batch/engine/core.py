@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from echo_batch.cache.blocks import BlockAllocator
-from echo_batch.cache.manager import KVCache
+from echo_batch.cache.manager import KVCache, OffloadedCache
 from echo_batch.engine.batch import MAX_STOP_IDS, BatchState
 from echo_batch.engine.decode import StepLogits
 from echo_batch.engine.losses import device_loss
@@ -43,6 +43,8 @@ class EngineStats:
     generated_tokens: int = 0
     decode_steps: int = 0
     decode_row_steps: int = 0
+    resident_steps: int = 0
+    """Decode steps without the cache manager: everything was on the GPU."""
     prefill_groups: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -131,6 +133,7 @@ class EngineCore:
                 for sequence, failure in staged.refused:
                     yield self._failed(sequence, failure.code, failure.message)
                 if should_prefill(scheduler.group_state(), costs):
+                    self._choose_residency(scheduler, state)
                     group = scheduler.start()
                     self._note(scheduler)
                     yield from self._start(group, scheduler, state)
@@ -171,6 +174,24 @@ class EngineCore:
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         eos = () if request.sampling.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
+
+    def _choose_residency(self, scheduler: Scheduler, state: BatchState) -> None:
+        """Before the staged group is written: leave residency if its blocks do not all lie in the GPU pool; go back
+        if they do and no block holds anything yet. Changes where rows are, and no result."""
+        cache = self.cache
+        if not isinstance(cache, OffloadedCache) or not cache.may_be_resident or not scheduler.staged:
+            return
+        room = cache.spec.gpu_tokens // BLOCK_SIZE
+        fits = all(max(sequence.blocks) < room for sequence in scheduler.staged)
+        if cache.resident and not fits:
+            num_blocks = max((b for b in scheduler.blocks.live_blocks() if b < room), default=-1) + 1
+            written = [state.written_slots(s.row, len(s.blocks)) for s in scheduler.running.values()]
+            nothing = torch.empty(0, dtype=torch.int32, device=self.device)
+            cache.leave_residency(num_blocks, torch.cat([nothing, *written]))
+        elif not cache.resident and fits:
+            unwritten = {b for s in scheduler.staged for b in s.blocks[s.num_cached_tokens // BLOCK_SIZE :]}
+            if unwritten == set(scheduler.blocks.live_blocks()):
+                cache.enter_residency()
 
     def _start(self, group: list[Sequence], scheduler: Scheduler, state: BatchState) -> Iterator[Completion | None]:
         """Prefill a group and sample its first tokens; None after every chunk."""
@@ -230,13 +251,14 @@ class EngineCore:
             min(s.num_prompt_tokens + len(s.token_ids) + self.plan.lookahead_steps + 1, s.max_context) for s in running
         )
         output = self.runner.launch(
-            StepShape(bucket=bucket, greedy_only=_greedy(running)),
+            StepShape(bucket=bucket, greedy_only=_greedy(running), resident=self.cache.resident),
             max_blocks=-(-longest // BLOCK_SIZE),
             num_logprobs=_num_logprobs(running),
         )
         scheduler.note_step()
         self.stats.decode_steps += 1
         self.stats.decode_row_steps += len(running)
+        self.stats.resident_steps += self.cache.resident
         return _Launched(rows, output)
 
     def _collect(self, step: _Launched, scheduler: Scheduler, state: BatchState) -> list[Completion]:

@@ -21,10 +21,14 @@ from echo_batch.models.model import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What a step's launch depends on besides the state: the padded batch and which sampler it needs."""
+    """What a step's launch depends on besides the state: the padded batch and which sampler it needs.
+
+    `resident`: rows are addressed by slot, without the cache manager.
+    """
 
     bucket: int
     greedy_only: bool
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class EagerRunner:
         """One step over the first `shape.bucket` rows; `max_blocks` bounds every active row's context in blocks."""
         step = decode_step(
             self.model,
-            self.cache,
+            self.cache.for_step(shape.resident),
             self.ops,
             self.state,
             bucket=shape.bucket,
@@ -86,6 +90,8 @@ class CaptureReport:
     """What capturing cost, for the report."""
 
     num_graphs: int = 0
+    num_resident: int = 0
+    """Of these, graphs of steps without the cache manager."""
     seconds: float = 0.0
     memory_bytes: int = 0
 
@@ -125,13 +131,15 @@ class GraphRunner:
         self.state.active.copy_(active)
         torch.cuda.synchronize()
         self.report.num_graphs = len(self._graphs)
+        self.report.num_resident = sum(shape.resident for shape in self._graphs)
         self.report.seconds += time.perf_counter() - started
         self.report.memory_bytes += torch.cuda.memory_reserved() - before
 
     def launch(self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None) -> PendingOutput:
         """One step over the first `shape.bucket` rows: one graph launch, and copies of its result."""
         if shape not in self._graphs:
-            # A sampler that the job's defaults did not ask for (a row's own temperature, say).
+            # A sampler that the job's defaults did not ask for (a row's own temperature, say), or a resident batch
+            # larger than the plan expected.
             self.capture([shape])
         graph, step = self._graphs[shape]
         graph.replay()
@@ -158,7 +166,7 @@ class GraphRunner:
         def body() -> StepLogits:
             return decode_step(
                 self.model,
-                self.cache,
+                self.cache.for_step(shape.resident),
                 self.ops,
                 self.state,
                 bucket=shape.bucket,

@@ -28,6 +28,7 @@ class EngineCounters(Protocol):
     generated_tokens: int
     decode_steps: int
     decode_row_steps: int
+    resident_steps: int
     prefill_seconds: float
     decode_seconds: float
     running: int
@@ -43,6 +44,7 @@ ENGINE_FIELDS = (
     "generated_tokens",
     "decode_steps",
     "decode_row_steps",
+    "resident_steps",
     "prefill_seconds",
     "decode_seconds",
     "running",
@@ -308,6 +310,7 @@ class JobMetrics:
                 "max_running": self._count("max_running"),
                 "effective_batch": _rounded(ratio(row_steps, now.steps)) or 0.0,
                 "steps": now.steps,
+                "resident_steps": self._count("resident_steps"),
             },
             "memory": {"peak_rss_bytes": _peak_rss_bytes(), "peak_device_bytes": self.peak_device_bytes},
             "plan": dict(plan or {}),

@@ -39,6 +39,9 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         speed = f"decode {units.count(throughput['decode_tokens_per_s'])} tok/s"
         speed += "" if prefill is None else f", prefill {units.count(prefill)} tok/s"
         lines.append(("speed", f"{speed}, {scheduler['effective_batch']:.1f} rows per step"))
+    if scheduler["resident_steps"]:
+        share = units.share(scheduler["resident_steps"] / scheduler["steps"])
+        lines.append(("resident", f"everything was on the GPU in {share} of the steps"))
     if cache["selected_rows"]:
         lines.append(
             (

@@ -61,6 +61,7 @@ class Driver:
         self.blocks = BlockAllocator(spec.num_blocks)
         self.host = torch.zeros((spec.num_layers, spec.host_tokens, spec.row_format.row_bytes), dtype=torch.uint8)
         self.selected = self.recalled = self.offloaded = 0
+        self.num_left = self.resident_steps = 0
 
     def admit(self, length: int, extra: int, *, shared_with: int | None = None, warm: int = 0) -> bool:
         """Prefill a request of `length` tokens with room for `extra` more; False if it has to wait."""
@@ -72,9 +73,14 @@ class Driver:
         lengths = [length + extra, *(len(r.blocks) * BLOCK_SIZE for r in self.running)]
         if minimum_gpu_tokens(lengths, spec.index_topk) > spec.gpu_tokens:
             return False
+        if not self.running and self.cache.may_be_resident and not self.cache.resident:
+            self.cache.enter_residency()
         own = self.blocks.allocate(-(-(length + extra) // BLOCK_SIZE) - len(shared))
         if own is None:
             return False
+        room = spec.gpu_tokens // BLOCK_SIZE
+        if self.cache.resident and max([*shared, *own]) >= room:
+            self.leave(min(room, max((max(r.blocks) for r in self.running), default=-1) + 1))
         self.blocks.share(shared)
         request = Running([*shared, *own], length)
         slots = self.slots(request, range(len(shared) * BLOCK_SIZE, length))
@@ -92,6 +98,16 @@ class Driver:
         self.check()
         return True
 
+    def leave(self, num_blocks: int) -> None:
+        """Leave residency with everything that the running requests have written."""
+        written = [self.slots(r, range(r.length)) for r in self.running]
+        nothing = torch.tensor([-1], dtype=torch.int32)
+        self.cache.leave_residency(num_blocks, self.on_device(torch.cat([nothing, *written])))
+        self.num_left += 1
+        for group in range(self.cache.spec.num_groups):
+            for slots in written:
+                assert torch.equal(self.rows_of(group, slots), slots), "a written row did not stay where it was"
+
     def finish(self, which: int) -> None:
         """Drop a request and give its blocks back."""
         self.cache.release(self.blocks.free(self.running.pop(which).blocks))
@@ -101,6 +117,9 @@ class Driver:
         """One decode step of every request that has room; also with padded rows, duplicates and short selections."""
         batch = [r for r in self.running if r.length < len(r.blocks) * BLOCK_SIZE]
         spec, cache, k = self.cache.spec, self.cache, self.cache.spec.index_topk
+        if cache.resident:
+            self.resident_step(batch)
+            return
         padding = [-1] * self.padded_rows
         new = torch.tensor([int(self.slots(r, [r.length])) for r in batch] + padding, dtype=torch.int32)
         for request in batch:
@@ -140,6 +159,29 @@ class Driver:
             self.offloaded += len(batch)
         self.check()
 
+    def resident_step(self, batch: list[Running]) -> None:
+        """A step without the cache manager: rows are slots."""
+        spec, cache = self.cache.spec, self.cache.for_step(True)
+        new = torch.tensor([int(self.slots(r, [r.length])) for r in batch] + [-1] * self.padded_rows, dtype=torch.int32)
+        for request in batch:
+            request.length += 1
+        cache.begin_step()
+        new_rows = cache.append_all(self.on_device(new))
+        for group, layers in enumerate(spec.group_layers):
+            selection = torch.full((len(new), spec.index_topk), -1, dtype=torch.int32)
+            for b, request in enumerate(batch):
+                n = min(spec.index_topk, request.length)
+                selection[b, :n] = self.slots(request, self.random.sample(range(request.length), n))
+            for layer in layers:
+                rows = self.random_rows(len(new))
+                self.host[layer, new[new >= 0]] = rows[new >= 0]
+                cache.write(layer, self.on_device(new), new_rows[group], self.on_device(rows))
+                resolution = cache.resolve(group, self.on_device(selection))
+                cache.recall(layer, resolution)
+                self.check_gathered(layer, selection, resolution.rows)
+        self.resident_steps += 1
+        self.check()
+
     def check_gathered(self, layer: int, selection: Tensor, rows: Tensor) -> None:
         """Every selected slot has a row with its bytes, everything else none."""
         rows = rows.cpu()
@@ -163,6 +205,11 @@ class Driver:
         for group, layers in enumerate(spec.group_layers):
             free_rows = (cache.maps.gpu_to_host[group] < 0).cpu()
             for layer in layers:
+                if cache.resident:
+                    rows = cache.gpu_rows(layer).cpu()
+                    assert torch.equal(rows[held], self.host[layer, held]), "rows are not what was written"
+                    assert not cache.poison or (rows[dead[dead < spec.gpu_tokens]] == 0xFF).all()
+                    continue
                 host = cache.host_rows(layer)
                 assert torch.equal(host[held], self.host[layer, held]), "host rows are not what was written"
                 if cache.poison:

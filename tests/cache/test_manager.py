@@ -12,8 +12,9 @@ from tests.cache.driver import ROWS, Driver, run_trace, small_spec
 CPU = torch.device("cpu")
 
 
-def offloaded(*, poison: bool = False, **options: object) -> OffloadedCache:
-    cache = make_cache(small_spec(**options), CPU, reference_ops(), poison=poison)  # type: ignore[arg-type]
+def offloaded(*, poison: bool = False, residency: bool = False, **options: object) -> OffloadedCache:
+    spec = small_spec(**options)  # type: ignore[arg-type]
+    cache = make_cache(spec, CPU, reference_ops(), poison=poison, residency=residency)
     assert isinstance(cache, OffloadedCache)
     return cache
 
@@ -45,12 +46,14 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**20),
         # k = 15 and three requests and one padded row: 64 rows are exactly the minimum pool of four.
-        gpu_tokens=st.sampled_from([64, 128]),
+        gpu_tokens=st.sampled_from([64, 128, 256]),
         poison=st.booleans(),
         padded_rows=st.integers(0, 2),
+        residency=st.booleans(),
     )
-    def start(self, seed: int, gpu_tokens: int, poison: bool, padded_rows: int) -> None:
-        self.driver = Driver(offloaded(gpu_tokens=gpu_tokens, poison=poison), seed, padded_rows)
+    def start(self, seed: int, gpu_tokens: int, poison: bool, padded_rows: int, residency: bool) -> None:
+        cache = offloaded(gpu_tokens=gpu_tokens, poison=poison, residency=residency)
+        self.driver = Driver(cache, seed, padded_rows)
 
     @rule(
         length=st.sampled_from([1, 14, 15, 16, 63, 64, 65, 128, 150]),
@@ -88,6 +91,36 @@ def test_long_random_life_evicts_and_recalls(gpu_tokens: int) -> None:
     counters = driver.cache.counters()
     assert all(n > 100 for n in counters.evicted_rows) and all(n > 100 for n in counters.recalled_rows)
     assert all(n > 100 for n in counters.hit_rows)
+
+
+def test_residency_is_left_under_pressure_and_found_again() -> None:
+    driver = Driver(offloaded(gpu_tokens=256, poison=True, residency=True), seed=5)
+    run_trace(driver, 150)
+    while driver.running:
+        driver.finish(0)
+    assert not driver.cache.resident
+    driver.admit(100, 5)
+    assert driver.cache.resident
+    assert driver.num_left >= 1 and driver.resident_steps > 5 and min(driver.cache.counters().evicted_rows) > 100
+
+
+def test_leaving_keeps_what_was_written_and_maps_nothing_else() -> None:
+    cache = offloaded(gpu_tokens=192, poison=True, residency=True)
+    fill_host(cache, 70)
+    rows = cache.gpu_rows(0).clone()
+    assert (cache.host_rows(0) == 0xFF).all() and torch.equal(cache.read_host(0, ints(3, 69)), rows[[3, 69]])
+    cache.leave_residency(2, torch.arange(70, dtype=torch.int32))
+    assert not cache.resident and torch.equal(cache.host_rows(0)[:192], rows)
+    cache.check_invariants([0, 1])
+    cache.begin_step()
+    new_rows = cache.append_all(ints(70, -1))  # not resident: an unwritten slot of a block in use
+    assert (new_rows[:, 0] >= 70).all(), "a free row is taken before a used one"
+    assert cache.resolve(0, ints(69, 3)[None]).rows.tolist() == [[69, 3]]
+    assert cache.counters().recalled_rows == (0, 0)
+    with pytest.raises(AssertionError):
+        cache.leave_residency(2, ints())
+    cache.reset()
+    assert cache.resident and (cache.maps.priority == -1).all()
 
 
 def test_rows_outside_the_resident_set_may_hold_anything() -> None:

@@ -62,13 +62,14 @@ def make_core(
     plan: Plan | None = None,
     *,
     poison: bool = True,
+    residency: bool = True,
     eos: tuple[int, ...] = (),
     make_detokenizer: Callable[[], Detokenizer] | None = None,
 ) -> EngineCore:
     """An engine on the reference ops; poison fills every freed and evicted row with NaN."""
     plan = plan or tiny_plan(model)
     ops = reference_ops()
-    cache = make_cache(plan.cache, torch.device(plan.device), ops, poison=poison)
+    cache = make_cache(plan.cache, torch.device(plan.device), ops, poison=poison, residency=residency)
     return assemble_core(model, cache, ops, plan, eos_token_ids=eos, make_detokenizer=make_detokenizer)
 
 

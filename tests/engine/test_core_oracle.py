@@ -79,7 +79,7 @@ def test_logits_of_prefill_and_decode(tiny_checkpoint: CheckpointFixture, family
     """Teacher forced, in a GPU pool that holds one selection: every step evicts and recalls."""
     directory = tiny_checkpoint(family, "fp32")
     model = cached_model(directory / "model")
-    core = make_core(model, tiny_plan(model, host=256, gpu=64))
+    core = make_core(model, tiny_plan(model, host=256, gpu=64), residency=False)
     cache, ops = core.cache, core.ops
     prompt, forced = random_ids(100, seed=7).tolist(), random_ids(40, seed=8).tolist()
     whole = [Prompt(token_ids=prompt, blocks=[1, 2])]  # block 0 stays unused

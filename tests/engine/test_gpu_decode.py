@@ -1,6 +1,7 @@
 """Decode on the card: graph replays against eager steps, offloading against none, on one schedule, bit by bit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,23 @@ from echo_batch.bench.workload import fill_contexts
 from echo_batch.cache.manager import KVCache, OffloadedCache, make_cache
 from echo_batch.cache.spec import CacheSpec
 from echo_batch.engine.batch import BatchState
+from echo_batch.engine.build import assemble_core
 from echo_batch.engine.decode import decode_step
 from echo_batch.engine.runner import GraphRunner, StepShape
 from echo_batch.kernels.select import select_ops
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.loader import load_model
 from echo_batch.models.model import Model
+from echo_batch.request import SamplingParams
+from tests.engine.engines import make_requests, run_all, tiny_plan, tokens_of
 from tests.models.oracle import CheckpointFixture
 
 pytestmark = pytest.mark.gpu
 
 BATCH, CONTEXT, STEPS = 3, 300, 200
 SHAPE = StepShape(bucket=4, greedy_only=True)
+BLOCKS = -(-(CONTEXT + STEPS + 1) // 64)
+"""Of each row."""
 
 
 @pytest.fixture(scope="module", params=["v32", "glm52"])
@@ -57,16 +63,27 @@ def forced_tokens(model: Model) -> Tensor:
 
 
 def run(
-    model: Model, spec: CacheSpec, *, graph: bool, poison: bool = False, corrupt_at: int | None = None
+    model: Model,
+    spec: CacheSpec,
+    *,
+    graph: bool,
+    poison: bool = False,
+    corrupt_at: int | None = None,
+    residency: bool = False,
+    leave_at: int | None = None,
+    keep: bool = True,
 ) -> Iterator[tuple[Tensor, KVCache]]:
-    """Teacher-forced steps on synthetic contexts; yields each step's logits of the active rows."""
+    """Teacher-forced steps on synthetic contexts; yields each step's logits of the active rows.
+
+    `residency`: begin resident; before step `leave_at` that ends, with the rows kept on the GPU or with none of them.
+    """
     device = torch.device("cuda")
-    cache = make_cache(spec, device, model.ops, poison=poison)
+    cache = make_cache(spec, device, model.ops, poison=poison, residency=residency)
     try:
         state = BatchState.allocate(SHAPE.bucket, CONTEXT + STEPS + 1, spec.num_groups, device)
         runner = GraphRunner(model, cache, model.ops, state, depth=1)
         if graph:
-            runner.capture([SHAPE])
+            runner.capture([SHAPE, replace(SHAPE, resident=True)] if residency else [SHAPE])
         fill_contexts(model, cache, model.ops, state, batch=BATCH, context=CONTEXT, room=STEPS + 1, seed=3)
         max_blocks = state.block_table.shape[1]
         for step, tokens in enumerate(forced_tokens(model)):
@@ -74,12 +91,18 @@ def run(
             if step == corrupt_at:
                 assert isinstance(cache, OffloadedCache)
                 corrupt_evicted_row(cache)
+            if step == leave_at:
+                assert isinstance(cache, OffloadedCache) and cache.resident
+                written = [state.written_slots(row, BLOCKS) for row in range(BATCH if keep else 0)]
+                cache.leave_residency(BATCH * BLOCKS, torch.cat([torch.tensor([-1], device=device).int(), *written]))
+            shape = replace(SHAPE, resident=residency and cache.resident)
             if graph:
-                runner.launch(SHAPE, max_blocks=max_blocks, num_logprobs=None).read()
-                logits = runner.logits(SHAPE)
+                runner.launch(shape, max_blocks=max_blocks, num_logprobs=None).read()
+                logits = runner.logits(shape)
             else:
+                view = cache.for_step(shape.resident)
                 logits = decode_step(
-                    model, cache, model.ops, state, bucket=SHAPE.bucket, max_blocks=max_blocks, greedy_only=True
+                    model, view, model.ops, state, bucket=SHAPE.bucket, max_blocks=max_blocks, greedy_only=True
                 ).logits
             yield logits[:BATCH].clone(), cache
     finally:
@@ -118,6 +141,44 @@ def test_offloading_changes_no_bit(model: Model, expected: Tensor, gpu_tokens: i
     assert torch.equal(torch.stack(steps), expected)
     assert counters is not None and sum(counters.offloaded_rows) == STEPS * BATCH * len(model.config.group_layers)
     assert (sum(counters.evicted_rows) > STEPS) == (gpu_tokens < 4096)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(("leave_at", "keep"), [(None, True), (70, True), (70, False)])
+def test_residency_changes_no_bit(
+    model: Model, expected: Tensor, leave_at: int | None, keep: bool, graph: bool
+) -> None:
+    spec = spec_of(model, gpu_tokens=BATCH * BLOCKS * 64)
+    steps = []
+    for logits, cache in run(model, spec, graph=graph, poison=True, residency=True, leave_at=leave_at, keep=keep):
+        steps.append(logits)
+        if len(steps) in (60, 71, STEPS):
+            cache.check_invariants(range(BATCH * BLOCKS))
+        counters = cache.counters() if len(steps) == STEPS else None
+    assert torch.equal(torch.stack(steps), expected)
+    assert counters is not None
+    managed_steps = 0 if leave_at is None else STEPS - leave_at
+    assert sum(counters.offloaded_rows) == managed_steps * BATCH * spec.num_groups
+    # Rows that stay are hits; with none of them every selected row came from what leaving copied to the host.
+    assert (sum(counters.recalled_rows) > 0) == (not keep)
+
+
+def test_an_engine_leaves_residency_with_replays_in_flight(model: Model) -> None:
+    device = torch.device("cuda")
+    rows = make_requests(SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), lengths=(70, 90, 20, 200, 80))
+    results = []
+    for residency in (True, False):
+        spec = spec_of(model, gpu_tokens=320)
+        plan = replace(tiny_plan(model, seqs=3, group=256, lookahead=2), device="cuda", cache=spec)
+        cache = make_cache(spec, device, model.ops, poison=True, residency=residency)
+        core = assemble_core(model, cache, model.ops, plan, eos_token_ids=())
+        try:
+            results.append((tokens_of(run_all(core, rows)), core.stats))
+        finally:
+            core.close()
+    (tokens, stats), (expected, stats_off) = results
+    assert tokens == expected and all(len(t) == 40 for t in tokens.values())
+    assert stats_off.resident_steps == 0 < stats.resident_steps < stats.decode_steps == stats_off.decode_steps
 
 
 def test_graph_without_offloading_equals_eager(model: Model, expected: Tensor) -> None:

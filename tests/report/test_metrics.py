@@ -13,6 +13,7 @@ class Engine:
     generated_tokens: int = 40
     decode_steps: int = 10
     decode_row_steps: int = 35
+    resident_steps: int = 3
     prefill_seconds: float = 2.0
     decode_seconds: float = 4.0
     running: int = 3
@@ -75,9 +76,7 @@ def test_the_report_has_its_documented_fields():
         metrics.rows_done = 2
         metrics.read_engine([Engine(), Engine()])
         metrics.read_cache([Cache(), Cache()])
-    result = json.loads(
-        json.dumps(report(metrics, plan={"host_pool_tokens": 64}), allow_nan=False)
-    )
+    result = json.loads(json.dumps(report(metrics, plan={"host_pool_tokens": 64}), allow_nan=False))
     assert result["version"] == 1
     assert result["seconds"] == {
         "preflight": 1.5, "load": 0.0, "run": 8.0, "merge": 0.0, "prefill": 4.0, "decode": 8.0, "total": 9.5
@@ -88,7 +87,9 @@ def test_the_report_has_its_documented_fields():
         "generated_tokens_per_s": 10.0,
         "rows_per_s": 0.25,
     }
-    assert result["scheduler"] == {"max_waiting": 10, "max_running": 8, "effective_batch": 3.5, "steps": 20}
+    assert result["scheduler"] == {
+        "max_waiting": 10, "max_running": 8, "effective_batch": 3.5, "steps": 20, "resident_steps": 6
+    }  # fmt: skip
     cache = result["cache"]
     assert cache["hit_rate"] == 0.75
     assert [cache[name] for name in CACHE_FIELDS] == [800, 600, 30, 200, 36]

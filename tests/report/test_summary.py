@@ -57,7 +57,8 @@ def test_cache_and_speed_appear_when_measured():
     report = a_report()
     report["cache"] |= {"hit_rate": 0.9, "selected_rows": 10, "recalled_rows": 1, "evicted_rows": 2}
     report["throughput"] |= {"decode_tokens_per_s": 123.4, "prefill_tokens_per_s": 20_000.0}
-    report["scheduler"]["effective_batch"] = 7.25
+    report["scheduler"] |= {"effective_batch": 7.25, "steps": 8, "resident_steps": 2}
     rows = dict(summary_rows(report))
     assert rows["speed"] == "decode 123 tok/s, prefill 20K tok/s, 7.2 rows per step"
+    assert rows["resident"] == "everything was on the GPU in 25.0 % of the steps"
     assert rows["cache"] == "hit rate 90.0 %, 1 rows recalled, 2 evicted"
