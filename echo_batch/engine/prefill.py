@@ -2,7 +2,11 @@
 
 Only the layers of one selection group have their KV rows outside the host pool, so prompts never evict rows of other
 requests and extra memory does not grow with the number of layers. When a group's layers are done its rows go to the
-host pool, and those that the last query selected go to free rows of the GPU pool (warm start).
+host pool under the next layers' compute, and those that the last query selected go to free rows of the GPU pool (warm
+start).
+
+A chunk is what the experts see at once: many tokens, so that each expert's part is large. Attention, whose queries are
+ten times as wide as the residual stream, takes a chunk in slices.
 
 A prompt may begin with blocks that it does not compute. Those of earlier requests are read back from the pools, once
 for all prompts of the group that share them; those of an earlier prompt of the same group are simply there.
@@ -16,216 +20,207 @@ import torch
 from torch import Tensor
 
 from echo_batch.cache.manager import KVCache, slots_of_blocks
-from echo_batch.kernels.formats import BLOCK_SIZE
+from echo_batch.engine.prefill_copies import HostCopies
+from echo_batch.engine.prefill_layout import Prompt, Slice, cut, make_layout
+from echo_batch.engine.prefill_select import Selector, to_device
+from echo_batch.kernels.formats import RowFormat
 from echo_batch.kernels.ops import Ops
-from echo_batch.models.dsa import AttentionInputs
+from echo_batch.models.dsa import Angles
 from echo_batch.models.model import Model, Stream
 
+__all__ = ["Prompt", "make_layout", "prefill"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """Token ids of one prompt and its blocks, in order (more than it needs do no harm).
-
-    The first `num_cached` tokens (whole blocks, not all of the prompt) are in the cache or in an earlier prompt of the
-    group.
-    """
-
-    token_ids: Seq[int]
-    blocks: Seq[int]
-    num_cached: int = 0
-
-    def __post_init__(self) -> None:
-        assert self.num_cached % BLOCK_SIZE == 0 and 0 <= self.num_cached < len(self.token_ids), self.num_cached
-        assert len(self.blocks) * BLOCK_SIZE >= len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the tokens of a group are: packed tokens are the computed ones of all prompts, one prompt after another.
-
-    `starts` are the prompts' first packed tokens and, last, their number. The KV rows of a selection group lie in one
-    buffer: first those of `loaded_blocks`, then those of the packed tokens. `block_rows[i]` are the buffer rows where
-    the blocks of prompt i begin.
-    """
-
-    starts: list[int]
-    loaded_blocks: list[int]
-    block_rows: list[list[int]]
-
-    @property
-    def num_loaded(self) -> int:
-        return len(self.loaded_blocks) * BLOCK_SIZE
-
-    @property
-    def num_packed(self) -> int:
-        return self.starts[-1]
-
-
-def make_layout(prompts: Seq[Prompt]) -> Layout:
-    """Lay a group out; its order is that of `prompts`. A shared block is there once."""
-    starts, packed_row, loaded_row = [0], dict[int, int](), dict[int, int]()
-    for prompt in prompts:
-        num_blocks, num_shared = -(-len(prompt.token_ids) // BLOCK_SIZE), prompt.num_cached // BLOCK_SIZE
-        for block in prompt.blocks[:num_shared]:
-            if block not in packed_row:
-                loaded_row.setdefault(block, len(loaded_row) * BLOCK_SIZE)
-        for i, block in enumerate(prompt.blocks[num_shared:num_blocks]):
-            assert block not in packed_row and block not in loaded_row, f"block {block} is computed after its use"
-            packed_row[block] = starts[-1] + i * BLOCK_SIZE
-        starts.append(starts[-1] + len(prompt.token_ids) - prompt.num_cached)
-    first = len(loaded_row) * BLOCK_SIZE
-    rows = loaded_row | {block: first + row for block, row in packed_row.items()}
-    block_rows = [[rows[b] for b in p.blocks[: -(-len(p.token_ids) // BLOCK_SIZE)]] for p in prompts]
-    return Layout(starts, list(loaded_row), block_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of one prompt inside a chunk: packed tokens lo..hi of prompt number `prompt`."""
-
-    prompt: int
-    lo: int
-    hi: int
-
-
-def segments_of_chunk(starts: Seq[int], lo: int, hi: int) -> list[Segment]:
-    """Cut packed tokens lo..hi at prompt borders; `starts` as in Layout."""
-    segments = []
-    for prompt, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        if start < hi and end > lo:
-            segments.append(Segment(prompt, max(lo, start), min(hi, end)))
-    return segments
+SCORE_BYTES = 1 << 30
+"""Index scores of a slice that are there at once, unless the caller says otherwise."""
+_WARM_PROMPTS = 16
+"""Prompts whose rows go to the GPU pool together: each call looks at all its rows, and lists so many free ones."""
 
 
 @torch.inference_mode()
 def prefill(
-    model: Model, cache: KVCache, ops: Ops, prompts: Seq[Prompt], *, chunk_tokens: int, on_device: torch.device
+    model: Model,
+    cache: KVCache,
+    ops: Ops,
+    prompts: Seq[Prompt],
+    *,
+    chunk_tokens: int,
+    on_device: torch.device,
+    slice_tokens: int | None = None,
+    score_bytes: int = SCORE_BYTES,
+    streamed_per_token: float = float("inf"),
+    predicted: Tensor | None = None,
 ) -> Generator[int, None, Tensor]:
     """Run prompts to their ends through the model; returns logits fp32 `[num_prompts, V]` of their last tokens.
 
-    Writes the KV rows and index keys of all computed tokens into the cache. `chunk_tokens` bounds the tokens that are
-    inside a layer at once, over all prompts together. Yields the number of tokens times layers done after every chunk,
-    so that the caller can watch for signals in a long prefill.
+    Writes the KV rows and index keys of all computed tokens into the cache. `chunk_tokens` and `slice_tokens` (None:
+    whole chunks) bound the tokens that are inside a layer and inside its attention at once, over all prompts together.
+    Prefixes in the host pool: all their rows are read, under the compute of the layers before, unless that takes longer
+    than the compute, which is as long as `streamed_per_token` of them for every computed token; then only what is
+    selected is read. `predicted` (fp32 `[groups, num_prompts]`) receives the k-th scores of the last tokens, NaN where
+    there is none. Yields the number of tokens times layers done after every chunk, so that the caller can watch for
+    signals in a long prefill.
     """
-    spec = cache.spec
-    layout = make_layout(prompts)
-    first, total = layout.num_loaded, layout.num_packed
-    token_ids = torch.tensor(
-        [t for p in prompts for t in p.token_ids[p.num_cached :]], dtype=torch.int64, device=on_device
-    )
-    positions = torch.cat(
-        [torch.arange(p.num_cached, len(p.token_ids), dtype=torch.int32, device=on_device) for p in prompts]
-    )
-    places = [_Place.of(p, rows, on_device) for p, rows in zip(prompts, layout.block_rows, strict=True)]
-    slots = torch.cat([place.slots[p.num_cached :] for p, place in zip(prompts, places, strict=True)])
-    loaded_slots = slots_of_blocks(torch.tensor(layout.loaded_blocks, dtype=torch.int32, device=on_device))
-    hidden = model.embed(token_ids).sum()
-    lasts = [end - 1 for end in layout.starts[1:]]
-    for group, layers in enumerate(spec.group_layers):
-        kv_rows = [_byte_rows(first + total, spec.row_format.row_bytes, on_device) for _ in layers]
-        keys = _byte_rows(first + total, spec.index_format.row_bytes, on_device)
-        if first:
-            keys[:first] = ops.read_index_keys(cache.index_pages(group), loaded_slots, spec.index_format)
-            for layer, rows in zip(layers, kv_rows, strict=True):
-                rows[:first] = cache.read_host(layer, loaded_slots)
-        last_selected: dict[int, Tensor] = {}
-        for lo in range(0, total, chunk_tokens):
-            hi = min(lo + chunk_tokens, total)
-            segments = segments_of_chunk(layout.starts, lo, hi)
-            stream, angles = Stream(hidden[lo:hi], None), model.angles(positions[lo:hi])
-            indices = None
-            for layer, rows in zip(layers, kv_rows, strict=True):
-                stream, inputs = model.attention_inputs(layer, stream, angles)
-                rows[first + lo : first + hi] = inputs.kv_row
-                if indices is None:
-                    # The group's first layer selects; the others reuse its selection (IndexShare).
-                    assert inputs.index_key is not None
-                    keys[first + lo : first + hi] = inputs.index_key
-                    selected = []
-                    for segment in segments:
-                        place = places[segment.prompt]
-                        end = prompts[segment.prompt].num_cached + segment.hi - layout.starts[segment.prompt]
-                        chosen = _select(
-                            inputs,
-                            slice(segment.lo - lo, segment.hi - lo),
-                            place.take(keys, end),
-                            positions[segment.lo : segment.hi] + 1,
-                            ops,
-                            cache,
-                        )
-                        if segment.hi - 1 in lasts:
-                            last_selected[segment.prompt] = chosen[-1]
-                        selected.append(place.rows_at(chosen))
-                    indices = _stack(selected)
-                latent = ops.sparse_mla(inputs.query, rows, indices, model.config.softmax_scale, spec.row_format)
-                stream = model.attention_output(layer, stream, latent)
-                stream = model.ffn(layer, stream, None)
-            hidden[lo:hi] = stream.sum()
-            yield (hi - lo) * len(layers)
-        for layer, rows in zip(layers, kv_rows, strict=True):
-            cache.write_host(layer, slots, rows[first:])
-        cache.write_index(group, slots, keys[first:])
-        for number, place in enumerate(places):
-            chosen = last_selected[number]
-            chosen = chosen[chosen >= 0]
-            taken = place.rows_at(chosen)
-            cache.warm(group, place.slots[chosen], [rows[taken] for rows in kv_rows])
-    return model.logits(Stream(hidden[torch.tensor(lasts, device=on_device)], None))
+    work = _Group(model, cache, ops, prompts, on_device, score_bytes)
+    # Selections are needed before any row is read: only a single slice can know them.
+    single = work.total <= (slice_tokens or chunk_tokens)
+    recall = single and work.first > streamed_per_token * work.total
+    chunks = cut(prompts, work.layout.starts, chunk_tokens, slice_tokens or chunk_tokens)
+    if predicted is not None:
+        predicted.fill_(float("nan"))
+    try:
+        work.read_ahead(0, recall)
+        for group, layers in enumerate(cache.spec.group_layers):
+            buffers = work.open_layers(group, recall)
+            work.read_ahead(group + 1, recall)
+            for chunk in chunks:
+                work.run_chunk(group, buffers, chunk, recall)
+                yield (chunk[-1].hi - chunk[0].lo) * len(layers)
+            work.close_layers(group, buffers)
+            if predicted is not None:
+                for number, kth in buffers.last_kth.items():
+                    predicted[group, number : number + 1] = torch.where(kth.isfinite(), kth, float("nan"))
+    finally:
+        work.copies.join()
+    return work.logits()
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Token slots (int32 `[P]`) of a prompt's positions, and its buffer rows: `first` + position, or else a table."""
+class _Buffers:
+    """One selection group's rows outside the pools; row numbers as in Layout.
 
-    slots: Tensor
-    first: int
-    table: Tensor | None
-
-    @staticmethod
-    def of(prompt: Prompt, block_rows: list[int], device: torch.device) -> "_Place":
-        length = len(prompt.token_ids)
-        numbers = torch.tensor([prompt.blocks[: len(block_rows)], block_rows], dtype=torch.int32)
-        slots = slots_of_blocks(numbers[0].to(device))[:length]
-        first = block_rows[0]
-        if block_rows == list(range(first, first + length, BLOCK_SIZE)):
-            return _Place(slots, first, None)
-        offsets = torch.arange(BLOCK_SIZE, dtype=torch.int32, device=device)
-        return _Place(slots, first, (numbers[1].to(device)[:, None] + offsets).flatten()[:length])
-
-    def take(self, rows: Tensor, end: int) -> Tensor:
-        """Buffer rows of positions 0..end, in order."""
-        return rows[self.first : self.first + end] if self.table is None else rows[self.table[:end]]
-
-    def rows_at(self, positions: Tensor) -> Tensor:
-        """Buffer row numbers of positions (int32, -1 stays -1)."""
-        if self.table is None:
-            return torch.where(positions >= 0, positions + self.first, -1)
-        return torch.where(positions >= 0, self.table[positions.clamp(min=0)], -1)
-
-
-def _select(inputs: AttentionInputs, part: slice, keys: Tensor, row_ends: Tensor, ops: Ops, cache: KVCache) -> Tensor:
-    """Top-k of one prompt's tokens `part` among their own past: int32 `[n, <= k]` positions in the prompt, -1 padded.
-
-    keys: index keys of the prompt up to its last token in the chunk; row_ends int32 `[n]`: position + 1 of each token.
+    kv_rows: uint8 `[rows, row_bytes]` of each layer. wide: the same rows in the format in which attention reads them
+    (the same tensor if that is the cache's). last_rows: buffer rows that the last token of each prompt selects.
     """
-    spec = cache.spec
-    length = keys.shape[0]
-    if length <= spec.index_topk:
-        # Every token sees all of its past: scoring would change nothing.
-        everything = torch.arange(length, dtype=torch.int32, device=row_ends.device)
-        return torch.where(everything[None, :] < row_ends[:, None], everything, -1)
-    assert inputs.index_query is not None and inputs.index_weights is not None
-    scores = ops.index_scores_contiguous(
-        inputs.index_query[part], inputs.index_weights[part], keys, row_ends, spec.index_format
-    )
-    return ops.topk_positions(scores, row_ends, spec.index_topk)[0]
+
+    kv_rows: list[Tensor]
+    wide: list[Tensor]
+    keys: Tensor
+    last_rows: dict[int, Tensor]
+    last_kth: dict[int, Tensor]
 
 
-def _stack(selections: list[Tensor]) -> Tensor:
-    """Selections int32 `[n, any width]` under each other, padded with -1 to the widest."""
-    width = max(s.shape[1] for s in selections)
-    return torch.cat([torch.nn.functional.pad(s, (0, width - s.shape[1]), value=-1) for s in selections])
+class _Group:
+    """A group of prompts on its way through the model."""
 
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        ops: Ops,
+        prompts: Seq[Prompt],
+        device: torch.device,
+        score_bytes: int,
+    ) -> None:
+        self._model, self._cache, self._ops, self._device = model, cache, ops, device
+        self.layout = make_layout(prompts)
+        self.first, self.total = self.layout.num_loaded, self.layout.num_packed
+        self._selector = Selector(prompts, self.layout, cache.spec, ops, device, score_bytes)
+        self._loaded_slots = slots_of_blocks(to_device(self.layout.loaded_blocks, torch.int32, device))
+        places = zip(prompts, self._selector.places, strict=True)
+        self._slots = torch.cat([place.slots[p.num_cached :] for p, place in places])
+        tokens = to_device([t for p in prompts for t in p.token_ids[p.num_cached :]], torch.int64, device)
+        self._hidden = model.embed(tokens).sum()
+        self._angles = model.angles(self._selector.positions)
+        self._wide_format: RowFormat = ops.prefill_row_format(cache.spec.row_format)
+        self.copies = HostCopies(cache, device)
 
-def _byte_rows(tokens: int, row_bytes: int, device: torch.device) -> Tensor:
-    return torch.empty((tokens, row_bytes), dtype=torch.uint8, device=device)
+    def read_ahead(self, group: int, recall: bool) -> None:
+        """Start to read the prefixes' rows for the layers of a group, if there are both."""
+        if self.first and not recall and group < self._cache.spec.num_groups:
+            for layer in self._cache.spec.group_layers[group]:
+                self.copies.read_ahead(layer, self._loaded_slots)
+
+    def open_layers(self, group: int, recall: bool) -> _Buffers:
+        """Room for the rows of a group's layers, with those of prefixes (with `recall` their keys only)."""
+        spec, first = self._cache.spec, self.first
+        rows = first + self.total
+        kv_rows = [self._bytes(rows, spec.row_format.row_bytes) for _ in spec.group_layers[group]]
+        keys = self._bytes(rows, spec.index_format.row_bytes)
+        wide = kv_rows
+        if self._wide_format != spec.row_format:
+            wide = [self._bytes(rows, self._wide_format.row_bytes) for _ in kv_rows]
+        buffers = _Buffers(kv_rows, wide, keys, {}, {})
+        if first:
+            pages = self._cache.index_pages(group)
+            keys[:first] = self._ops.read_index_keys(pages, self._loaded_slots, spec.index_format)
+            if not recall:
+                for number, layer in enumerate(spec.group_layers[group]):
+                    self._put(buffers, number, slice(0, first), self.copies.take(layer))
+        return buffers
+
+    def run_chunk(self, group: int, buffers: _Buffers, chunk: list[Slice], recall: bool) -> None:
+        """All layers of a selection group for one chunk."""
+        layers = self._cache.spec.group_layers[group]
+        hidden = self._hidden[chunk[0].lo : chunk[-1].hi]
+        # The group's first layer selects; the others reuse its selection (IndexShare).
+        selections: list[Tensor] = []
+        for number, layer in enumerate(layers):
+            delta = self._attend(buffers, number, layer, chunk, selections, recall)
+            self._model.ffn(layer, Stream(hidden, delta), None).sum_into(hidden)
+
+    def close_layers(self, group: int, buffers: _Buffers) -> None:
+        """Write the finished rows and keys to the cache and warm the GPU pool."""
+        cache, first = self._cache, self.first
+        for layer, rows in zip(cache.spec.group_layers[group], buffers.kv_rows, strict=True):
+            self.copies.write(layer, self._slots, rows[first:])
+        cache.write_index(group, self._slots, buffers.keys[first:])
+        slots = torch.cat((self._loaded_slots, self._slots)) if first else self._slots
+        lasts = [buffers.last_rows[number] for number in sorted(buffers.last_rows)]
+        for start in range(0, len(lasts), _WARM_PROMPTS):
+            rows = torch.cat(lasts[start : start + _WARM_PROMPTS])
+            index = rows.clamp(min=0)
+            cache.warm(group, torch.where(rows >= 0, slots[index], -1), [kv[index] for kv in buffers.kv_rows])
+
+    def logits(self) -> Tensor:
+        """fp32 `[num_prompts, V]` of the prompts' last tokens."""
+        lasts = to_device([end - 1 for end in self.layout.starts[1:]], torch.int64, self._device)
+        return self._model.logits(Stream(self._hidden[lasts], None))
+
+    def _attend(
+        self, buffers: _Buffers, number: int, layer: int, chunk: list[Slice], selections: list[Tensor], recall: bool
+    ) -> Tensor:
+        """Attention of a group's layer for a chunk: its output `[n, D]`. The first layer appends its selections."""
+        parts = []
+        for place, part in enumerate(chunk):
+            lo, hi = part.lo, part.hi
+            own = slice(self.first + lo, self.first + hi)
+            angles = Angles(self._angles.cos[lo:hi], self._angles.sin[lo:hi])
+            stream, inputs = self._model.attention_inputs(layer, Stream(self._hidden[lo:hi], None), angles)
+            self._put(buffers, number, own, inputs.kv_row)
+            if number == 0:
+                assert inputs.index_key is not None
+                buffers.keys[own] = inputs.index_key
+                selections.append(self._selector.select(part, inputs, buffers.keys, buffers.last_kth))
+                for segment in part.segments:
+                    if segment.is_last:
+                        buffers.last_rows[segment.prompt] = selections[place][segment.hi - 1 - lo].clone()
+            if recall:
+                self._recall(buffers, number, layer, selections[place])
+            query = inputs.query
+            del inputs  # the largest tensors of a slice should not outlive their use
+            latent = self._ops.sparse_mla(
+                query, buffers.wide[number], selections[place], self._model.config.softmax_scale, self._wide_format
+            )
+            del query
+            delta = self._model.attention_output(layer, stream, latent).delta
+            del latent
+            assert delta is not None
+            parts.append(delta)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _put(self, buffers: _Buffers, number: int, rows: slice, values: Tensor) -> None:
+        """Write KV rows of a group's layer into its buffers."""
+        buffers.kv_rows[number][rows] = values
+        if buffers.wide[number] is not buffers.kv_rows[number]:
+            self._ops.convert_kv_rows(values, self._cache.spec.row_format, buffers.wide[number][rows])
+
+    def _recall(self, buffers: _Buffers, number: int, layer: int, selected: Tensor) -> None:
+        """Read the prefix rows that are selected (int32, any shape) from the pools; zeros stand for the others."""
+        chosen = torch.zeros(self.first + 1, dtype=torch.bool, device=self._device)
+        # Everything that is no row of a prefix falls on one more entry.
+        chosen[torch.where((selected >= 0) & (selected < self.first), selected, self.first).flatten()] = True
+        slots = torch.where(chosen[:-1], self._loaded_slots, -1)
+        self._put(buffers, number, slice(0, self.first), self._cache.read_host(layer, slots))
+
+    def _bytes(self, rows: int, row_bytes: int) -> Tensor:
+        return torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)

@@ -8,6 +8,7 @@ from torch import Tensor
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.cuda import runtime
 from echo_batch.kernels.cuda import topk as cuda_topk
+from echo_batch.kernels.cuda import topk_rows as cuda_topk_rows
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.libs.deep_gemm import DeepGemm, load_deep_gemm
 from echo_batch.kernels.libs.flash_mla import FlashMla, load_flash_mla
@@ -56,6 +57,8 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         routed_experts=found.routed_experts,
         pack_kv_rows=rows.pack_kv_rows,
         pack_index_keys=rows.pack_index_keys,
+        prefill_row_format=found.prefill_row_format,
+        convert_kv_rows=rows.convert_kv_rows,
         quantize_index_query=rows.quantize_index_query,
         write_index_keys=rows.write_index_keys,
         read_index_keys=rows.read_index_keys,
@@ -64,6 +67,7 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         index_scores_contiguous=found.index_scores_contiguous,
         topk_positions=cuda_topk.topk_positions if libraries.cuda_kernels else topk.topk_positions,
         positions_to_slots=slots.positions_to_slots,
+        topk_rows=found.topk_rows,
         sparse_mla=found.sparse_mla,
         greedy_sample=sampling.greedy_sample,
         advance_rows=sampling.advance_rows,
@@ -128,3 +132,17 @@ class _Dispatch:
         if library is not None and library.supports(query, fmt) and not is_slower:
             return library.sparse_mla(query, rows, indices, softmax_scale, fmt)
         return attention.sparse_mla(query, rows, indices, softmax_scale, fmt)
+    def topk_rows(self, scores: Tensor, lengths: Tensor, out: Tensor, *, first: int = 0) -> Tensor:
+        has_kernel = scores.shape[1] <= cuda_topk_rows.MAX_WIDTH and out.shape[1] <= cuda_topk_rows.MAX_TOPK
+        if self.libraries.cuda_kernels and has_kernel:
+            return cuda_topk_rows.topk_rows(scores, lengths, out, first=first)
+        positions, kth = topk.topk_positions(scores, lengths, out.shape[1])
+        out.copy_(positions if first == 0 else torch.where(positions >= 0, positions + first, -1))
+        return kth
+
+    def prefill_row_format(self, fmt: RowFormat) -> RowFormat:
+        # FlashMLA's kernel for many tokens reads bf16 rows: unpacked once, not once a chunk.
+        if fmt.kind != "fp8" or self.libraries.flash_mla is None:
+            return fmt
+        return dataclasses.replace(fmt, kind="bf16")
+

@@ -8,7 +8,19 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
-from echo_batch.kernels.reference import attention, fused, indexer, linear, moe, rope, rows, sampling, slots, topk
+from echo_batch.kernels.reference import (
+    attention,
+    fused,
+    indexer,
+    linear,
+    moe,
+    rope,
+    rows,
+    sampling,
+    slots,
+    topk,
+    topk_rows,
+)
 from echo_batch.kernels.reference.fused import LatentInputs
 from echo_batch.kernels.reference.sampling import SamplingTensors
 from echo_batch.kernels.weights import Weight
@@ -77,6 +89,12 @@ class TopkOp(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class TopkRowsOp(Protocol):
+    """`topk_rows.topk_rows`."""
+
+    def __call__(self, scores: Tensor, lengths: Tensor, out: Tensor, *, first: int = 0) -> Tensor: ...
+
+
 class IndexQueryOp(Protocol):
     """`fused.index_query`."""
 
@@ -107,6 +125,8 @@ class Ops:
     swiglu_activation: Callable[[Tensor, bool | None], Activation]
     routed_experts: Callable[[Activation, Tensor, Tensor, Weight, Weight], Tensor]
     pack_kv_rows: Callable[[Tensor, Tensor, RowFormat], Tensor]
+    prefill_row_format: Callable[[RowFormat], RowFormat]
+    convert_kv_rows: Callable[[Tensor, RowFormat, Tensor], None]
     pack_index_keys: Callable[[Tensor, IndexFormat, bool], Tensor]
     quantize_index_query: Callable[[Tensor, bool], tuple[Tensor, Tensor]]
     write_index_keys: Callable[[Tensor, Tensor, Tensor, IndexFormat], None]
@@ -115,6 +135,7 @@ class Ops:
     index_scores_paged: PagedScoresOp
     index_scores_contiguous: Callable[[Tensor, Tensor, Tensor, Tensor, IndexFormat], Tensor]
     topk_positions: TopkOp
+    topk_rows: TopkRowsOp
     positions_to_slots: Callable[[Tensor, Tensor], Tensor]
     sparse_mla: Callable[[Tensor, Tensor, Tensor, float, RowFormat], Tensor]
     sample: Callable[[Tensor, SamplingTensors], Tensor]
@@ -137,6 +158,8 @@ def reference_ops() -> Ops:
         swiglu_activation=moe.swiglu_activation,
         routed_experts=moe.routed_experts,
         pack_kv_rows=rows.pack_kv_rows,
+        prefill_row_format=rows.prefill_row_format,
+        convert_kv_rows=rows.convert_kv_rows,
         pack_index_keys=rows.pack_index_keys,
         quantize_index_query=rows.quantize_index_query,
         write_index_keys=rows.write_index_keys,
@@ -145,6 +168,7 @@ def reference_ops() -> Ops:
         index_scores_paged=indexer.index_scores_paged,
         index_scores_contiguous=indexer.index_scores_contiguous,
         topk_positions=topk.topk_positions,
+        topk_rows=topk_rows.topk_rows,
         positions_to_slots=slots.positions_to_slots,
         sparse_mla=attention.sparse_mla,
         sample=sampling.sample,

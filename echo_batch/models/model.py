@@ -31,9 +31,14 @@ class Stream(NamedTuple):
 
     def sum(self) -> Tensor:
         """The residual [T, D]: added in fp32, rounded to the compute dtype."""
+        return self.hidden if self.delta is None else torch.add(self.hidden, self.delta)
+
+    def sum_into(self, out: Tensor) -> None:
+        """`sum` into `out` [T, D], which may be what `hidden` was made of."""
         if self.delta is None:
-            return self.hidden
-        return (self.hidden.float() + self.delta.float()).to(self.hidden.dtype)
+            out.copy_(self.hidden)
+        else:
+            torch.add(self.hidden, self.delta, out=out)
 
 
 class Model:

@@ -44,3 +44,25 @@ def _tensor_bytes(spec: TensorSpec, dtype_bytes: int, quantized: bool) -> int:
         row_blocks, column_blocks = (-(-size // QUANT_BLOCK) for size in spec.shape)
         return spec.num_elements + 4 * row_blocks * column_blocks
     return dtype_bytes * spec.num_elements
+
+
+def prefill_flops(config: ModelConfig, start: int, end: int) -> float:
+    """Floating-point operations of prefilling positions start..end of a prompt: GEMMs, index scores and attention.
+
+    Two for a multiply and add; routed experts as often as they are chosen; MLA absorbed, over min(index_topk, past)
+    tokens. Embedding, output head and whatever is not a product of matrices are left out.
+    """
+    linear = 0.0
+    for spec in expected_tensors(config):
+        if spec.role == "fp32" or spec.component == "embedding":
+            continue
+        share = config.num_experts_per_tok / config.n_routed_experts if spec.component == "experts" else 1.0
+        linear += share * spec.num_elements
+    tokens = end - start
+    seen = (start + 1 + end) * tokens / 2
+    k = config.index_topk
+    short = max(0, min(end, k) - start)
+    attended = short * (start + 1 + min(end, k)) / 2 + (tokens - short) * k
+    latent = config.num_attention_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
+    indexer = config.index_n_heads * config.index_head_dim
+    return 2 * (linear * tokens + config.num_layers * latent * attended + len(config.group_layers) * indexer * seen)

@@ -39,6 +39,16 @@ def unpack_kv_values(rows: Tensor, fmt: RowFormat) -> Tensor:
     return torch.cat((dequantize_groups(latent, scale), rope.float()), -1)
 
 
+def prefill_row_format(fmt: RowFormat) -> RowFormat:
+    """The format in which `sparse_mla` reads rows for many tokens at once: that of the cache, or a wider one."""
+    return fmt
+
+
+def convert_kv_rows(rows: Tensor, fmt: RowFormat, out: Tensor) -> None:
+    """rows uint8 [N, row_bytes] in `fmt` -> the same values rounded to bf16 in `out`, uint8 [N, bf16's row_bytes]."""
+    out.copy_(unpack_kv_values(rows, fmt).to(torch.bfloat16).view(torch.uint8))
+
+
 def pack_index_keys(key: Tensor, fmt: IndexFormat, ue8m0: bool) -> Tensor:
     """key [T, 128] (rotated; for fp8 also Hadamard) -> uint8 [T, row_bytes]: values, then (fp8 only) one scale."""
     if fmt.kind == "fp32":

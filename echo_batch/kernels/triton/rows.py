@@ -98,16 +98,23 @@ def _dequantize_kernel(
     tl.store(out_ptrs + LATENT + rope_column, tl.load(rope_ptrs, mask=inside), mask=inside)
 
 
-def dequantize_kv_rows(rows: Tensor, fmt: RowFormat) -> Tensor:
-    """fp8 rows uint8 [N, row_bytes] -> bf16 [N, 576], latent then rope."""
+def dequantize_kv_rows(rows: Tensor, fmt: RowFormat, out: Tensor | None = None) -> Tensor:
+    """fp8 rows uint8 [N, row_bytes] -> bf16 [N, 576], latent then rope; into `out` (contiguous) if given."""
     assert fmt.kind == "fp8" and rows.stride(1) == 1
-    num_rows = rows.shape[0]
-    out = torch.empty(num_rows, fmt.latent_dim + fmt.rope_dim, dtype=torch.bfloat16, device=rows.device)
+    num_rows, width = rows.shape[0], fmt.latent_dim + fmt.rope_dim
+    if out is None:
+        out = torch.empty(num_rows, width, dtype=torch.bfloat16, device=rows.device)
+    assert out.is_contiguous() and out.shape == (num_rows, width) and out.dtype == torch.bfloat16, out.shape
     if num_rows:
         _dequantize_kernel[(triton.cdiv(num_rows, 8),)](
             rows, out, num_rows, rows.stride(0), ROWS=8, LATENT=fmt.latent_dim, ROPE=fmt.rope_dim, num_warps=4
         )
     return out
+
+
+def convert_kv_rows(rows: Tensor, fmt: RowFormat, out: Tensor) -> None:
+    """As reference.rows.convert_kv_rows, for fp8 rows."""
+    dequantize_kv_rows(rows, fmt, out.view(torch.bfloat16))
 
 
 @triton.jit
