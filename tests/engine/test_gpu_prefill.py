@@ -1,0 +1,232 @@
+"""Prefill on the card: against the references on the same weights, whole against cut, packed and shared, and decode
+after it. Prompts of one token, around a block, around index_topk, and long ones.
+
+Two runs that cut prompts differently multiply matrices of other shapes, so last bits differ, and a near tie of index
+scores may fall the other way. What must agree is what comes out, as a whole: 1 - 2<x,y> / (<x,x> + <y,y>).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from echo_batch.cache.manager import KVCache, make_cache, slots_of_blocks
+from echo_batch.cache.spec import CacheSpec
+from echo_batch.engine.batch import BatchState
+from echo_batch.engine.decode import decode_step
+from echo_batch.engine.prefill import Prompt, prefill
+from echo_batch.kernels.cache_ops import reference_cache_ops
+from echo_batch.kernels.ops import reference_ops
+from echo_batch.kernels.reference.rows import unpack_kv_values
+from echo_batch.kernels.select import select_ops
+from echo_batch.models.config import ModelConfig
+from echo_batch.models.loader import load_model
+from echo_batch.models.model import Model
+from tests.models.oracle import CheckpointFixture
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+TOPK = 32
+LENGTHS = (1, 63, 64, 65, TOPK, TOPK + 1, 300, 128, 517)
+LAYER_0, DEEP, LOGITS = 1e-4, 2e-2, 2e-2
+"""Tolerances: rows of the first layer (no selection before it), of all layers, logits."""
+
+
+@pytest.fixture(scope="module", params=["v32", "glm52", "wide"])
+def model(
+    request: pytest.FixtureRequest, tiny_checkpoint: CheckpointFixture, tmp_path_factory: pytest.TempPathFactory
+) -> Model:
+    """Tiny V3.2 and GLM-5.2, and a V3.2 of 64 heads, which FlashMLA serves."""
+    wide = request.param == "wide"
+    path: Path = tiny_checkpoint("v32" if wide else request.param, "fp8") / "model"
+    if wide:
+        config = json.loads((path / "config.json").read_text()) | dict(num_attention_heads=64, num_key_value_heads=64)
+        path = tmp_path_factory.mktemp("wide")
+        (path / "config.json").write_text(json.dumps(config))
+    return load_model(
+        ModelConfig.from_dir(path),
+        path,
+        device=CUDA,
+        dtype=torch.bfloat16,
+        row_kind="fp8",
+        ops=select_ops(CUDA),
+        load_format="dummy" if wide else "safetensors",
+    )
+
+
+def spec_of(model: Model, *, offload: bool = True) -> CacheSpec:
+    return CacheSpec(
+        group_layers=model.config.group_layers,
+        row_format=model.row_format,
+        index_format=model.index_format,
+        index_topk=model.config.index_topk,
+        host_tokens=4096,
+        gpu_tokens=1024 if offload else 4096,
+        offload=offload,
+    )
+
+
+def tokens_of(model: Model, length: int, seed: int) -> list[int]:
+    return torch.randint(2, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prompts_of(model: Model, lengths: Sequence[int] = LENGTHS) -> list[Prompt]:
+    """One prompt of each length, in blocks of its own that are not in order."""
+    prompts, block = [], 60
+    for number, length in enumerate(lengths):
+        blocks = [block - i for i in range(-(-length // 64))]
+        block -= len(blocks)
+        prompts.append(Prompt(token_ids=tokens_of(model, length, seed=number), blocks=blocks))
+    return prompts
+
+
+@dataclass
+class Outcome:
+    """What a prefill leaves: logits of all prompts, KV rows as numbers and keys as bytes, by layer and group."""
+
+    logits: Tensor
+    rows: list[Tensor]
+    keys: list[Tensor]
+    predicted: Tensor
+    cache: KVCache = field(repr=False)
+
+
+def run(
+    model: Model,
+    groups: Sequence[Sequence[Prompt]],
+    *,
+    chunk: int,
+    slice_: int,
+    cache: KVCache | None = None,
+    slots: Tensor | None = None,
+    score_bytes: int = 1 << 30,
+    streamed: float = float("inf"),
+) -> Outcome:
+    spec = spec_of(model)
+    cache = cache or make_cache(spec, CUDA, model.ops, poison=True)
+    logits, predicted = [], []
+    for group in groups:
+        predicted.append(torch.zeros(spec.num_groups, len(group), device=CUDA))
+        steps = prefill(
+            model,
+            cache,
+            model.ops,
+            group,
+            chunk_tokens=chunk,
+            slice_tokens=slice_,
+            score_bytes=score_bytes,
+            streamed_per_token=streamed,
+            predicted=predicted[-1],
+            on_device=CUDA,
+        )
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                logits.append(end.value)
+                break
+    if slots is None:
+        slots = slots_in_order([p for group in groups for p in group])
+    rows = [unpack_kv_values(cache.read_host(layer, slots), spec.row_format) for layer in range(spec.num_layers)]
+    keys = [model.ops.read_index_keys(cache.index_pages(g), slots, spec.index_format) for g in range(spec.num_groups)]
+    return Outcome(torch.cat(logits), rows, keys, torch.cat(predicted, 1), cache)
+
+
+def slots_in_order(prompts: Sequence[Prompt]) -> Tensor:
+    slots = [slots_of_blocks(torch.tensor(p.blocks, dtype=torch.int32))[: len(p.token_ids)] for p in prompts]
+    return torch.cat(slots).to(CUDA)
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    x, y = x.double().flatten(), y.double().flatten()
+    assert bool(torch.isfinite(x).all()) and bool(torch.isfinite(y).all())
+    return float(1 - 2 * (x @ y) / (x @ x + y @ y))
+
+
+def assert_close(got: Outcome, expected: Outcome) -> None:
+    distances = [distance(a, b) for a, b in zip(got.rows, expected.rows, strict=True)]
+    logits = distance(got.logits, expected.logits)
+    print(f"rows {[f'{d:.1e}' for d in distances]} logits {logits:.1e}")
+    assert distances[0] < LAYER_0 and max(distances) < DEEP and logits < LOGITS
+    assert distance(got.predicted.nan_to_num(nan=0.0), expected.predicted.nan_to_num(nan=0.0)) < DEEP
+    assert torch.equal(got.predicted.isnan(), expected.predicted.isnan())
+
+
+@pytest.fixture(scope="module")
+def whole(model: Model) -> Outcome:
+    """Each prompt alone, in one piece."""
+    return run(model, [[p] for p in prompts_of(model)], chunk=4096, slice_=4096)
+
+
+def test_whole_is_what_the_references_give(model: Model, whole: Outcome) -> None:
+    slow = Model(
+        model.config,
+        model.weights,
+        reference_ops(),
+        row_format=model.row_format,
+        index_format=model.index_format,
+    )
+    cache = make_cache(spec_of(model, offload=False), CUDA, slow.ops, cache_ops=reference_cache_ops())
+    assert_close(whole, run(slow, [[p] for p in prompts_of(model)], chunk=4096, slice_=4096, cache=cache))
+    # Only prompts longer than index_topk have a k-th score.
+    long = torch.tensor([n > model.config.index_topk for n in LENGTHS])
+    assert torch.equal(~whole.predicted[0].isnan().cpu(), long)
+
+
+@pytest.mark.parametrize(("chunk", "slice_"), [(4096, 4096), (100, 100), (300, 70), (512, 64)])
+def test_packed_and_chunked_equal_whole(model: Model, whole: Outcome, chunk: int, slice_: int) -> None:
+    got = run(model, [prompts_of(model)], chunk=chunk, slice_=slice_, score_bytes=4 * 517 * 50)
+    assert_close(got, whole)
+    got.cache.check_invariants(live_blocks=range(61))
+
+
+def test_shared_prefixes_equal_whole_prompts(model: Model) -> None:
+    book = tokens_of(model, 400, seed=50)
+    texts = [book + tokens_of(model, n, seed=60 + n) for n in (1, 40, 100)]
+    expected = run(model, [[Prompt(token_ids=t, blocks=range(i * 8, i * 8 + 8))] for i, t in enumerate(texts)],
+                   chunk=4096, slice_=4096)  # fmt: skip
+    first = Prompt(token_ids=texts[0], blocks=range(8))
+    rest = [
+        Prompt(token_ids=t, blocks=[*range(6), *range(i * 8, i * 8 + 2)], num_cached=384)
+        for i, t in enumerate(texts[1:], start=1)
+    ]
+    outcomes = []
+    for groups, streamed in (([[first, *rest]], float("inf")), ([[first], rest], float("inf")), ([[first], rest], 0.0)):
+        outcomes.append(run(model, groups, chunk=4096, slice_=4096, streamed=streamed))
+        assert_close_suffixes(outcomes[-1], expected)
+    # Rows that no token selects need not be there: what is read back changes no bit.
+    assert torch.equal(outcomes[1].logits, outcomes[2].logits)
+    assert all(torch.equal(a, b) for a, b in zip(outcomes[1].rows, outcomes[2].rows, strict=True))
+
+
+def assert_close_suffixes(got: Outcome, expected: Outcome) -> None:
+    print(f"logits {distance(got.logits, expected.logits):.1e}")
+    assert distance(got.logits, expected.logits) < LOGITS
+    assert max(distance(a, b) for a, b in zip(got.rows, expected.rows, strict=True)) < DEEP
+
+
+def test_decode_goes_on_where_prefill_ends(model: Model) -> None:
+    """A token decoded after a prefill has the logits that it has at the end of a longer prompt."""
+    lengths = (1, 63, 64, 65, TOPK, 300)
+    prompts = prompts_of(model, lengths)
+    longer = [Prompt(token_ids=[*p.token_ids, 5], blocks=[*p.blocks, 62 - i]) for i, p in enumerate(prompts)]
+    expected = run(model, [longer], chunk=4096, slice_=4096)
+    cache = run(model, [[Prompt(token_ids=p.token_ids[:-1], blocks=p.blocks) for p in longer]], chunk=4096,
+                slice_=4096).cache  # fmt: skip
+    state = BatchState.allocate(len(lengths), 512, cache.spec.num_groups, CUDA)
+    for row, prompt in enumerate(longer):
+        state.active[row] = True
+        state.block_table[row, : len(prompt.blocks)] = torch.tensor(list(prompt.blocks), dtype=torch.int32)
+        state.positions[row] = len(prompt.token_ids) - 1
+        state.last_position[row] = 511
+        state.token_ids[row] = 5
+    with torch.inference_mode():
+        step = decode_step(model, cache, model.ops, state, bucket=len(lengths), max_blocks=8, greedy_only=True)
+    print(f"decode {distance(step.logits, expected.logits):.1e}")
+    assert distance(step.logits, expected.logits) < LOGITS
+    assert torch.equal(step.output.codes.cpu(), torch.zeros(len(lengths), dtype=step.output.codes.dtype))
