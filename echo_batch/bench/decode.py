@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from echo_batch.bench.workload import WorkloadModel, WorkloadShape, expert_slice, fill_contexts, uniform_routing
+from echo_batch.bench.workload import WorkloadModel, WorkloadShape, expert_slice, fill_contexts
 from echo_batch.cache.manager import KVCache, make_cache
 from echo_batch.cache.spec import CacheSpec, minimum_gpu_tokens
 from echo_batch.engine.batch import BatchState
@@ -59,8 +59,6 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
     config = ModelConfig.from_dir(options.model, num_layers=options.num_layers)
     ops = select_ops(device)
-    if options.routing == "uniform":
-        ops = uniform_routing(ops, config.n_routed_experts, device)
     row_kind = "fp32" if dtype == torch.float32 else ("fp8" if device.type == "cuda" else "bf16")
     started = time.perf_counter()
     model = load_model(
@@ -93,7 +91,13 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
         raise ConfigError(f"batch {largest} needs a larger --gpu-pool than {spec.gpu_tokens}")
     cache = make_cache(spec, device, ops, residency=options.residency)
     workload = WorkloadModel(
-        model, WorkloadShape(capacity=largest, locality=options.locality, ep_slice=options.ep_slice)
+        model,
+        WorkloadShape(
+            capacity=largest,
+            locality=options.locality,
+            uniform_routing=options.routing == "uniform",
+            ep_slice=options.ep_slice,
+        ),
     )
     state = BatchState.allocate(largest, options.context + room, spec.num_groups, device)
     runner: EagerRunner | GraphRunner

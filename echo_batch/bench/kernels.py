@@ -75,7 +75,16 @@ Case = tuple[str, str, str, Sequence[Callable[[], object]], float, float]
 
 
 def topk_cases(libraries: GpuLibraries) -> Iterator[Case]:
-    for batch, length in ((1, 98304), (13, 98304), (32, 65536), (13, 32768), (13, 163840), (256, 98304)):
+    for batch, length in (
+        (1, 98304),
+        (13, 98304),
+        (18, 98432),
+        (32, 65536),
+        (32, 98304),
+        (13, 32768),
+        (13, 163840),
+        (256, 98304),
+    ):
         scores = torch.randn(batch, length, device="cuda") * 0.7 + 0.5
         lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
         kth = scores.topk(TOP_K).values[:, -1].contiguous()
@@ -165,12 +174,22 @@ def attention_cases(libraries: GpuLibraries) -> Iterator[Case]:
                 yield "sparse MLA", case, "flash_mla", call, 0.0, tflop
 
 
+SHAPES = (
+    ("a", 2240, HIDDEN),
+    ("q_b", 32768, 1536),
+    ("o", HIDDEN, 16384),
+    ("gate_up", 4096, HIDDEN),
+    ("down", HIDDEN, 2048),
+)
+"""fp8 matrices of a layer: name, rows, columns."""
+
+
 def linear_cases(libraries: GpuLibraries) -> Iterator[Case]:
     # Several weights in turn: in a model they are never in the L2 cache.
-    for name, columns, inner in (("a", 2240, HIDDEN), ("q_b", 24576, 1536), ("wq_b", 8192, 1536), ("o", HIDDEN, 16384)):
+    for name, columns, inner in SHAPES:
         copies = max(2, -(-150_000_000 // (columns * inner)))
         stack = [random_weight(columns, inner) for _ in range(copies)]
-        for tokens in (13, 32, 64):
+        for tokens in (13, 19, 32, 64):
             x = torch.randn(tokens, inner, device="cuda", dtype=BF16)
             values, scale = quant.quantize_groups(x, ue8m0=True)
             gb = columns * inner * 1e-9
@@ -187,6 +206,9 @@ def linear_cases(libraries: GpuLibraries) -> Iterator[Case]:
         case = f"{name} {columns}x{HIDDEN} T=13"
         call = [partial(linear.linear_fp32, x, weight)]
         yield "linear to fp32", case, "cublas", call, columns * HIDDEN * 2e-9, 0.0
+        if columns <= 512:
+            call = [partial(linear.linear_fp32_parts, x, weight)]
+            yield "linear to fp32", case, "triton parts", call, columns * HIDDEN * 2e-9, 0.0
 
 
 def moe_cases(libraries: GpuLibraries) -> Iterator[Case]:
@@ -231,6 +253,9 @@ def small_cases(libraries: GpuLibraries) -> Iterator[Case]:
         logits = torch.randn(tokens, 64, device="cuda")
         heads = torch.randn(tokens, 128, 192, device="cuda", dtype=BF16)
         key_up = torch.randn(128, 128, 512, device="cuda", dtype=BF16)
+        projected = torch.randn(tokens, 32768, device="cuda", dtype=BF16)
+        parts = torch.randn(28, tokens, 64, device="cuda")
+        latent = torch.randn(tokens, 128, 512, device="cuda", dtype=BF16)
         gate_up = torch.randn(tokens, 2 * 18432, device="cuda", dtype=BF16)
         value = torch.randn(tokens, 16384, device="cuda", dtype=BF16)
         ones = {size: torch.ones(size, device="cuda") for size in (128, 512, 1536)}
@@ -257,6 +282,19 @@ def small_cases(libraries: GpuLibraries) -> Iterator[Case]:
             ),
             "index query": partial(fused.index_query, query, cos, sin, logits, interleaved=False, index_format=INDEX),
             "absorbed query": partial(fused.absorbed_query, heads, key_up, cos, sin, True),
+            "attention queries": partial(
+                fused.attention_queries,
+                projected,
+                key_up,
+                cos,
+                sin,
+                parts,
+                num_index_heads=64,
+                interleaved=True,
+                index_interleaved=False,
+                index_format=INDEX,
+            ),
+            "head values": partial(fused.head_values, latent, key_up, True),
             "swiglu dense": partial(moe.swiglu_activation, gate_up, True),
             "quantize o": partial(quant.quantize_groups, value, ue8m0=True),
         }

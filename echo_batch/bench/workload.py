@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from echo_batch.cache.manager import KVCache, OffloadedCache
@@ -17,7 +18,7 @@ from echo_batch.models.config import ModelConfig
 from echo_batch.models.dsa import Angles, AttentionInputs
 from echo_batch.models.layers import MoeWeights
 from echo_batch.models.model import Model, Stream
-from echo_batch.models.moe import mlp, routed_experts
+from echo_batch.models.moe import moe
 
 _FILL_SLOTS = 65_536
 """Slots that are filled at a time."""
@@ -78,8 +79,8 @@ def uniform_routing(ops: Ops, num_experts: int, device: torch.device) -> Ops:
     """
     no_bias = torch.zeros(num_experts, device=device)
 
-    def route(logits: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return ops.route(torch.randn_like(logits), no_bias, *rest)
+    def route(logits: Tensor, bias: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return ops.route(torch.randn_like(logits.view(-1, *logits.shape[-2:])[0]), no_bias, *rest, **options)
 
     return replace(ops, route=route)
 
@@ -88,11 +89,13 @@ def uniform_routing(ops: Ops, num_experts: int, device: torch.device) -> Ops:
 class WorkloadShape:
     """`locality` None leaves the indexer's queries to the model; else they follow an AR(1) process with this factor.
 
-    `ep_slice` n > 1: this is one of n workers; the other workers' tokens (as many each) reach the experts here too.
+    `uniform_routing`: as the function of this name, with the numbers of all layers made at once. `ep_slice` n > 1: this
+    is one of n workers; the other workers' tokens (as many each) reach the experts here too.
     """
 
     capacity: int
     locality: float | None = None
+    uniform_routing: bool = False
     ep_slice: int = 1
 
 
@@ -110,12 +113,29 @@ class WorkloadModel(Model):
             self._drift = torch.randn(groups, shape.capacity, heads, dim, device=self.device)
             self._drift_weights = torch.rand(groups, shape.capacity, heads, device=self.device) * heads**-0.5
             self._queries, self._weights = self._drift.to(self.dtype), self._drift_weights
-        if shape.ep_slice > 1:
-            foreign = (shape.ep_slice - 1) * shape.capacity
-            self._foreign = torch.randn(foreign, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        moe_layers = [i for i, layer in enumerate(self.weights.layers) if isinstance(layer.mlp, MoeWeights)]
+        self._place_of_layer = {layer: place for place, layer in enumerate(moe_layers)}
+        tokens = shape.ep_slice * shape.capacity
+        if shape.uniform_routing and moe_layers:
+            self._logits = torch.randn(len(moe_layers), tokens, self.config.n_routed_experts, device=self.device)
+            self._no_bias = torch.zeros(self.config.n_routed_experts, device=self.device)
+            self._model_ops, self._place = self.ops, 0
+            self.ops = replace(self.ops, route=self._route)
+        if shape.ep_slice > 1 and moe_layers:
+            # All workers' tokens in one batch, as after an all-gather: this worker's are written to the first rows.
+            stream = Stream(torch.randn(tokens, self.config.hidden_size, device=self.device, dtype=self.dtype), None)
+            first = self.weights.layers[moe_layers[0]]
+            assert isinstance(first.mlp, MoeWeights)
+            self._everyone = self._norm(stream, first.post_attention_norm, first.mlp.experts.gate_up)[1]
+            self._valid: Tensor | None = None
+
+    def _route(self, logits: Tensor, bias: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self._model_ops.route(self._logits[self._place, : logits.shape[-2]], self._no_bias, *rest, **options)
 
     def embed(self, token_ids: Tensor) -> Stream:
-        """The model's; with `locality` also one step of the queries' AR(1) process, for all groups at once."""
+        """The model's; also one step of the queries' AR(1) process, and new router logits, for all layers at once."""
+        if self.shape.uniform_routing and self._place_of_layer:
+            self._logits.normal_()
         if self.shape.locality is not None:
             rho = self.shape.locality
             self._drift.mul_(rho).add_(torch.randn_like(self._drift), alpha=(1 - rho * rho) ** 0.5)
@@ -138,17 +158,22 @@ class WorkloadModel(Model):
     def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
         """The model's; with `ep_slice` the experts also serve other workers' tokens, whose results go."""
         weights = self.weights.layers[layer].mlp
-        if self.shape.ep_slice == 1 or not isinstance(weights, MoeWeights):
+        if not isinstance(weights, MoeWeights):
             return super().ffn(layer, stream, valid)
-        norm = self.weights.layers[layer].post_attention_norm
-        hidden, own = self._norm(stream, norm, weights.shared.gate_up)
-        rows = hidden.shape[0]
-        foreign = self._foreign[: (self.shape.ep_slice - 1) * rows]
-        # All workers' tokens arrive in one batch, as after an all-gather; they are quantized together.
-        everyone = Activation(torch.cat([own.values, foreign]))
-        mask = None if valid is None else torch.cat([valid, torch.ones_like(foreign[:, 0], dtype=torch.bool)])
-        routed = routed_experts(self.ops, self.config, weights, everyone, mask)[:rows]
-        return Stream(hidden, (routed + mlp(self.ops, weights.shared, own).float()).to(hidden.dtype))
+        self._place = self._place_of_layer[layer]
+        if self.shape.ep_slice == 1:
+            return super().ffn(layer, stream, valid)
+        rows = stream.hidden.shape[0]
+        everyone, own = (_first_rows(self._everyone, n) for n in (self.shape.ep_slice * rows, rows))
+        hidden, _ = self._norm(stream, self.weights.layers[layer].post_attention_norm, weights.experts.gate_up, out=own)
+        if valid is not None and self._place == 0:  # the same in all layers of a step
+            self._valid = F.pad(valid, (0, everyone.values.shape[0] - rows), value=True)
+        mask = None if valid is None else self._valid
+        return Stream(hidden, moe(self.ops, self.config, weights, everyone, mask, num_shared=rows)[:rows])
+
+
+def _first_rows(x: Activation, num_rows: int) -> Activation:
+    return Activation(*(None if part is None else part[:num_rows] for part in x))  # type: ignore[arg-type]
 
 
 def expert_slice(config: ModelConfig, ep_slice: int) -> range:

@@ -47,18 +47,19 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         reference,
         linear=found.linear,
         linear_fp32=linear.linear_fp32,
+        linear_fp32_parts=linear.linear_fp32_parts,
         norm_activation=norm_rope.norm_activation,
         rope_angles=norm_rope.rope_angles,
         latent_inputs=fused.latent_inputs,
-        index_query=fused.index_query,
-        absorbed_query=fused.absorbed_query,
+        attention_queries=fused.attention_queries,
+        head_values=fused.head_values,
         route=moe.route,
         swiglu_activation=moe.swiglu_activation,
         routed_experts=found.routed_experts,
         pack_kv_rows=rows.pack_kv_rows,
-        pack_index_keys=rows.pack_index_keys,
         prefill_row_format=found.prefill_row_format,
         convert_kv_rows=rows.convert_kv_rows,
+        pack_index_keys=rows.pack_index_keys,
         quantize_index_query=rows.quantize_index_query,
         write_index_keys=rows.write_index_keys,
         read_index_keys=rows.read_index_keys,
@@ -66,8 +67,8 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         index_scores_paged=found.index_scores_paged,
         index_scores_contiguous=found.index_scores_contiguous,
         topk_positions=cuda_topk.topk_positions if libraries.cuda_kernels else topk.topk_positions,
-        positions_to_slots=slots.positions_to_slots,
         topk_rows=found.topk_rows,
+        positions_to_slots=slots.positions_to_slots,
         sparse_mla=found.sparse_mla,
         greedy_sample=sampling.greedy_sample,
         advance_rows=sampling.advance_rows,
@@ -82,11 +83,26 @@ class _Dispatch:
 
     def linear(self, x: Activation, weight: Weight) -> Tensor:
         library = self.libraries.deep_gemm
-        if library is not None and isinstance(weight, QuantizedWeight) and library.supports(weight, x.values.dtype):
+        if (
+            library is not None
+            and isinstance(weight, QuantizedWeight)
+            and library.supports(weight, x.values.dtype)
+            and not linear.suits_few_rows(x.values.shape[0], *weight.shape)
+        ):
             return library.linear(x, weight)
         return linear.linear(x, weight)
 
-    def routed_experts(self, x: Activation, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def routed_experts(
+        self,
+        x: Activation,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        addend: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         library = self.libraries.deep_gemm
         if (
             library is not None
@@ -96,8 +112,8 @@ class _Dispatch:
             and library.supports(gate_up, x.values.dtype)
             and library.supports(down, x.values.dtype)
         ):
-            return library.routed_experts(x, experts, weights, gate_up, down)
-        return moe.routed_experts(x, experts, weights, gate_up, down)
+            return library.routed_experts(x, experts, weights, gate_up, down, addend=addend, dtype=dtype)
+        return moe.routed_experts(x, experts, weights, gate_up, down, addend=addend, dtype=dtype)
 
     def index_schedule(self, seq_lens: Tensor) -> Tensor | None:
         library = self.libraries.deep_gemm
@@ -126,12 +142,6 @@ class _Dispatch:
             return library.index_scores_contiguous(query, weights, keys, row_ends, fmt)
         return indexer.index_scores_contiguous(query, weights, keys, row_ends, fmt)
 
-    def sparse_mla(self, query: Tensor, rows: Tensor, indices: Tensor, softmax_scale: float, fmt: RowFormat) -> Tensor:
-        library = self.libraries.flash_mla
-        is_slower = fmt.kind == "bf16" and query.shape[0] <= _TRITON_BF16_TOKENS
-        if library is not None and library.supports(query, fmt) and not is_slower:
-            return library.sparse_mla(query, rows, indices, softmax_scale, fmt)
-        return attention.sparse_mla(query, rows, indices, softmax_scale, fmt)
     def topk_rows(self, scores: Tensor, lengths: Tensor, out: Tensor, *, first: int = 0) -> Tensor:
         has_kernel = scores.shape[1] <= cuda_topk_rows.MAX_WIDTH and out.shape[1] <= cuda_topk_rows.MAX_TOPK
         if self.libraries.cuda_kernels and has_kernel:
@@ -146,3 +156,9 @@ class _Dispatch:
             return fmt
         return dataclasses.replace(fmt, kind="bf16")
 
+    def sparse_mla(self, query: Tensor, rows: Tensor, indices: Tensor, softmax_scale: float, fmt: RowFormat) -> Tensor:
+        library = self.libraries.flash_mla
+        is_slower = fmt.kind == "bf16" and query.shape[0] <= _TRITON_BF16_TOKENS
+        if library is not None and library.supports(query, fmt) and not is_slower:
+            return library.sparse_mla(query, rows, indices, softmax_scale, fmt)
+        return attention.sparse_mla(query, rows, indices, softmax_scale, fmt)

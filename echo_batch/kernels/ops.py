@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
@@ -41,6 +42,20 @@ class AdvanceOp(Protocol):
         stop_ids: Tensor,
         last_position: Tensor,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+class NormActivationOp(Protocol):
+    """`fused.norm_activation`."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        ue8m0: bool | None,
+        out: Activation | None = None,
+    ) -> tuple[Tensor, Activation]: ...
 
 
 class LatentInputsOp(Protocol):
@@ -95,19 +110,57 @@ class TopkRowsOp(Protocol):
     def __call__(self, scores: Tensor, lengths: Tensor, out: Tensor, *, first: int = 0) -> Tensor: ...
 
 
-class IndexQueryOp(Protocol):
-    """`fused.index_query`."""
+class AttentionQueriesOp(Protocol):
+    """`fused.attention_queries`."""
 
     def __call__(
         self,
-        query: Tensor,
+        projected: Tensor,
+        key_up: Tensor,
         cos: Tensor,
         sin: Tensor,
-        head_logits: Tensor,
+        head_logits: Tensor | None,
         *,
+        num_index_heads: int,
         interleaved: bool,
+        index_interleaved: bool,
         index_format: IndexFormat,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+
+
+class RouteOp(Protocol):
+    """`moe.route`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        bias: Tensor,
+        n_group: int,
+        topk_group: int,
+        top_k: int,
+        normalize: bool,
+        scaling: float,
+        *,
+        held: range | None = None,
+        valid: Tensor | None = None,
+        num_shared: int = 0,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+class RoutedExpertsOp(Protocol):
+    """`moe.routed_experts`."""
+
+    def __call__(
+        self,
+        x: Activation,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        addend: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +169,15 @@ class Ops:
 
     linear: Callable[[Activation, Weight], Tensor]
     linear_fp32: Callable[[Tensor, Tensor], Tensor]
-    norm_activation: Callable[[Tensor, Tensor | None, Tensor, float, bool | None], tuple[Tensor, Activation]]
+    linear_fp32_parts: Callable[[Tensor, Tensor], Tensor]
+    norm_activation: NormActivationOp
     rope_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     latent_inputs: LatentInputsOp
-    index_query: IndexQueryOp
-    absorbed_query: Callable[[Tensor, Tensor, Tensor, Tensor, bool], Tensor]
-    route: Callable[[Tensor, Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
+    attention_queries: AttentionQueriesOp
+    head_values: Callable[[Tensor, Tensor, bool | None], Activation]
+    route: RouteOp
     swiglu_activation: Callable[[Tensor, bool | None], Activation]
-    routed_experts: Callable[[Activation, Tensor, Tensor, Weight, Weight], Tensor]
+    routed_experts: RoutedExpertsOp
     pack_kv_rows: Callable[[Tensor, Tensor, RowFormat], Tensor]
     prefill_row_format: Callable[[RowFormat], RowFormat]
     convert_kv_rows: Callable[[Tensor, RowFormat, Tensor], None]
@@ -149,11 +203,12 @@ def reference_ops() -> Ops:
     return Ops(
         linear=linear.linear,
         linear_fp32=linear.linear_fp32,
+        linear_fp32_parts=linear.linear_fp32_parts,
         norm_activation=fused.norm_activation,
         rope_angles=rope.rope_angles,
         latent_inputs=fused.latent_inputs,
-        index_query=fused.index_query,
-        absorbed_query=fused.absorbed_query,
+        attention_queries=fused.attention_queries,
+        head_values=fused.head_values,
         route=moe.route,
         swiglu_activation=moe.swiglu_activation,
         routed_experts=moe.routed_experts,

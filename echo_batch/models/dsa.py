@@ -5,7 +5,6 @@ Equations: spec sections 3.1, 3.3 and 3.5. Knows no cache, no batch, no selectio
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation, quantization_for
@@ -51,7 +50,6 @@ def attention_inputs(
     index_format: IndexFormat,
 ) -> AttentionInputs:
     """normed [T, D] (after input_layernorm) -> AttentionInputs."""
-    heads, interleaved = config.num_attention_heads, config.rope.interleaved
     indexer = weights.indexer
     first = ops.latent_inputs(
         ops.linear(normed, weights.fused_a),
@@ -63,22 +61,21 @@ def attention_inputs(
         None if indexer is None else indexer.k_norm_bias,
         eps=config.latent_rms_norm_eps,
         key_eps=INDEX_KEY_NORM_EPS,
-        interleaved=interleaved,
+        interleaved=config.rope.interleaved,
         index_interleaved=config.index_rope.interleaved,
         row_format=row_format,
         index_format=index_format,
         ue8m0=quantization_for(weights.q_b),
     )
-    query = ops.linear(first.query, weights.q_b).unflatten(1, (heads, -1))
-    absorbed = ops.absorbed_query(query, weights.key_up, angles.cos, angles.sin, interleaved)
-    if indexer is None:
-        return AttentionInputs(absorbed, first.kv_row, None, None, None)
-    index_query, index_weights = ops.index_query(
-        ops.linear(first.query, indexer.wq_b).unflatten(1, (config.index_n_heads, -1)),
+    absorbed, index_query, index_weights = ops.attention_queries(
+        ops.linear(first.query, weights.q_b),
+        weights.key_up,
         angles.cos,
         angles.sin,
-        ops.linear_fp32(normed.values, indexer.weights_proj),
-        interleaved=config.index_rope.interleaved,
+        None if indexer is None else ops.linear_fp32_parts(normed.values, indexer.weights_proj),
+        num_index_heads=config.index_n_heads,
+        interleaved=config.rope.interleaved,
+        index_interleaved=config.index_rope.interleaved,
         index_format=index_format,
     )
     return AttentionInputs(absorbed, first.kv_row, index_query, index_weights, first.index_key)
@@ -86,8 +83,4 @@ def attention_inputs(
 
 def attention_output(ops: Ops, weights: AttentionWeights, latent: Tensor) -> Tensor:
     """Attended latent [T, H, 512] -> per-head values -> output projection [T, D]."""
-    heads, num_values = weights.value_up.shape[:2]
-    values = latent.new_empty(latent.shape[0], heads, num_values)
-    # Written where the output projection reads it: heads side by side.
-    torch.bmm(latent.transpose(0, 1), weights.value_up.transpose(1, 2), out=values.transpose(0, 1))
-    return ops.linear(Activation(values.flatten(1)), weights.o)
+    return ops.linear(ops.head_values(latent, weights.value_up, quantization_for(weights.o)), weights.o)

@@ -9,10 +9,8 @@ from echo_batch.kernels.weights import Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerWeights:
-    """Indexer of a "full" layer. Its key projection is part of AttentionWeights.fused_a."""
+    """Indexer of a "full" layer. Its key and query projections are part of AttentionWeights.fused_a and q_b."""
 
-    wq_b: Weight
-    """[Hi * 128, q_rank]"""
     k_norm: Tensor
     k_norm_bias: Tensor
     """fp32 [128]"""
@@ -31,7 +29,7 @@ class AttentionWeights:
     kv_a_norm: Tensor
     """fp32 [512]"""
     q_b: Weight
-    """[H * (nope + rope), q_rank]"""
+    """[H * (nope + rope) (+ Hi * 128 if the layer has an indexer), q_rank]: q_b, indexer wq_b in one matrix"""
     key_up: Tensor
     """[H, nope, 512]: turns a head's q_nope into a query on the latent"""
     value_up: Tensor
@@ -58,9 +56,12 @@ class MoeWeights:
     bias: Tensor
     """fp32 [E], for selection only"""
     experts: MlpWeights
-    """[held, 2I, D] and [held, D, I]: the experts that this worker holds, from `first_expert` on"""
+    """[held (+ 1), 2I, D] and [held (+ 1), D, I]: the experts that this worker holds, from `first_expert` on; behind
+    them the shared one if it has their shape, so that all run in the same launches"""
     first_expert: int
-    shared: MlpWeights
+    num_held: int
+    shared: MlpWeights | None
+    """The shared experts where they do not fit the stack"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,7 +173,7 @@ class WeightBuilder:
             fused_a=self._merged(fused),
             q_a_norm=self._plain(prefix + "q_a_layernorm.weight"),
             kv_a_norm=self._plain(prefix + "kv_a_layernorm.weight"),
-            q_b=self._linear(prefix + "q_b_proj.weight"),
+            q_b=self._merged([prefix + "q_b_proj.weight"] + [prefix + "indexer.wq_b.weight"] * has_indexer),
             key_up=key_up.contiguous(),
             value_up=value_up.contiguous(),
             o=self._linear(prefix + "o_proj.weight"),
@@ -182,7 +182,6 @@ class WeightBuilder:
 
     def _indexer(self, prefix: str) -> IndexerWeights:
         return IndexerWeights(
-            wq_b=self._linear(prefix + "wq_b.weight"),
             k_norm=self._plain(prefix + "k_norm.weight"),
             k_norm_bias=self._plain(prefix + "k_norm.bias"),
             weights_proj=self._exact(prefix + "weights_proj.weight"),
@@ -197,15 +196,19 @@ class WeightBuilder:
     def _moe(self, prefix: str) -> MoeWeights:
         config = self._config
         hidden, intermediate = config.hidden_size, config.moe_intermediate_size
+        stacked = [f"{prefix}experts.{expert}." for expert in self._experts]
+        if config.n_shared_experts == 1:
+            stacked.append(prefix + "shared_experts.")
         return MoeWeights(
             gate=self._exact(prefix + "gate.weight"),
             bias=self._plain(prefix + "gate.e_score_correction_bias"),
             experts=MlpWeights(
-                gate_up=self._stacked(prefix, ("gate_proj", "up_proj"), (2 * intermediate, hidden)),
-                down=self._stacked(prefix, ("down_proj",), (hidden, intermediate)),
+                gate_up=self._stacked(stacked, ("gate_proj", "up_proj"), (2 * intermediate, hidden)),
+                down=self._stacked(stacked, ("down_proj",), (hidden, intermediate)),
             ),
             first_expert=self._experts.start,
-            shared=self._mlp(prefix + "shared_experts."),
+            num_held=len(self._experts),
+            shared=None if config.n_shared_experts == 1 else self._mlp(prefix + "shared_experts."),
         )
 
     def _plain(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -229,15 +232,15 @@ class WeightBuilder:
         self._place(out, parts)
         return out
 
-    def _stacked(self, prefix: str, projections: tuple[str, ...], shape: tuple[int, int]) -> Weight:
-        """[E, *shape]: the named projections of each expert one below the other."""
+    def _stacked(self, prefixes: list[str], projections: tuple[str, ...], shape: tuple[int, int]) -> Weight:
+        """[len(prefixes), *shape]: the named projections of each prefix one below the other."""
         stack: Weight | None = None
-        for place, expert in enumerate(self._experts):
-            parts = [self._source.read(f"{prefix}experts.{expert}.{name}.weight") for name in projections]
+        for place, prefix in enumerate(prefixes):
+            parts = [self._source.read(f"{prefix}{name}.weight") for name in projections]
             if stack is None:
-                stack = self._allocate((len(self._experts), *shape), parts)
+                stack = self._allocate((len(prefixes), *shape), parts)
             if isinstance(stack, QuantizedWeight):
-                self._place(stack.expert(place), parts, f"{prefix}experts.{expert}")
+                self._place(stack.expert(place), parts, prefix.removesuffix("."))
             else:
                 self._place(stack[place], parts)
         assert stack is not None

@@ -86,7 +86,7 @@ class Model:
     def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
         """Norm and MLP or experts of one layer. Tokens with valid [T] False reach no routed expert."""
         weights = self.weights.layers[layer]
-        first = weights.mlp.shared.gate_up if isinstance(weights.mlp, MoeWeights) else weights.mlp.gate_up
+        first = weights.mlp.experts.gate_up if isinstance(weights.mlp, MoeWeights) else weights.mlp.gate_up
         hidden, normed = self._norm(stream, weights.post_attention_norm, first)
         if isinstance(weights.mlp, MoeWeights):
             return Stream(hidden, moe(self.ops, self.config, weights.mlp, normed, valid))
@@ -97,10 +97,12 @@ class Model:
         _, normed = self._norm(stream, self.weights.norm, self.weights.head)
         return self.ops.linear_fp32(normed.values, self.weights.head)
 
-    def _norm(self, stream: Stream, weight: Tensor, consumer: Weight) -> tuple[Tensor, Activation]:
+    def _norm(
+        self, stream: Stream, weight: Tensor, consumer: Weight, out: Activation | None = None
+    ) -> tuple[Tensor, Activation]:
         """The stream's sum, and its norm in the form that `consumer` takes."""
         return self.ops.norm_activation(
-            stream.hidden, stream.delta, weight, self.config.rms_norm_eps, quantization_for(consumer)
+            stream.hidden, stream.delta, weight, self.config.rms_norm_eps, quantization_for(consumer), out
         )
 
     @staticmethod

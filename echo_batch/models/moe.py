@@ -1,5 +1,6 @@
 """Feed-forward part of a layer: dense gated MLP, or routed and shared experts (spec section 3.6)."""
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation, quantization_for
@@ -15,30 +16,44 @@ def mlp(ops: Ops, weights: MlpWeights, x: Activation) -> Tensor:
     )
 
 
-def moe(ops: Ops, config: ModelConfig, weights: MoeWeights, x: Activation, valid: Tensor | None) -> Tensor:
-    """Routed experts plus shared experts: x [T, D], valid bool [T] | None -> [T, D]. Sums in fp32, rounded once."""
-    routed = routed_experts(ops, config, weights, x, valid)
-    return (routed + mlp(ops, weights.shared, x).float()).to(x.values.dtype)
+def moe(
+    ops: Ops,
+    config: ModelConfig,
+    weights: MoeWeights,
+    x: Activation,
+    valid: Tensor | None,
+    *,
+    num_shared: int | None = None,
+) -> Tensor:
+    """Routed experts of all tokens, shared experts of the first `num_shared` (None: all): x [T, D] -> [T, D].
 
-
-def routed_experts(ops: Ops, config: ModelConfig, weights: MoeWeights, x: Activation, valid: Tensor | None) -> Tensor:
-    """The experts that this worker holds: x [T, D] -> fp32 [T, D].
-
-    Tokens that are not valid (padding) reach no expert; choices that fall on other workers' experts add nothing here.
+    Tokens with valid bool [T] False (padding) reach no expert; choices that fall on other workers' experts add nothing
+    here. Sums in fp32, rounded once.
     """
+    num_shared = x.values.shape[0] if num_shared is None else num_shared
+    stacked = weights.shared is None
     router_weights, experts = ops.route(
-        ops.linear_fp32(x.values, weights.gate),
+        ops.linear_fp32_parts(x.values, weights.gate),
         weights.bias,
         config.n_group,
         config.topk_group,
         config.num_experts_per_tok,
         config.norm_topk_prob,
         config.routed_scaling_factor,
+        held=range(weights.first_expert, weights.first_expert + weights.num_held),
+        valid=valid,
+        num_shared=num_shared if stacked else 0,
     )
-    num_held = weights.experts.gate_up.shape[0]
-    if num_held < config.n_routed_experts:
-        experts = experts - weights.first_expert
-        experts = experts.masked_fill((experts < 0) | (experts >= num_held), -1)
-    if valid is not None:
-        experts = experts.masked_fill(~valid.unsqueeze(1), -1)
-    return ops.routed_experts(x, experts, router_weights, weights.experts.gate_up, weights.experts.down)
+    shared = None
+    if weights.shared is not None:
+        own = Activation(*(None if part is None else part[:num_shared] for part in x))  # type: ignore[arg-type]
+        shared = F.pad(mlp(ops, weights.shared, own), (0, 0, 0, x.values.shape[0] - num_shared))
+    return ops.routed_experts(
+        x,
+        experts,
+        router_weights,
+        weights.experts.gate_up,
+        weights.experts.down,
+        addend=shared,
+        dtype=x.values.dtype,
+    )

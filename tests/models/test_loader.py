@@ -56,6 +56,9 @@ def test_fp8_file_becomes_the_oracle_values(tiny_checkpoint: CheckpointFixture, 
             gate_up = torch.cat([state[prefix + "gate_proj.weight"], state[prefix + "up_proj.weight"]])
             assert torch.equal(dequantize(layer.mlp.experts.gate_up, torch.float32)[7], gate_up)
             assert torch.equal(dequantize(layer.mlp.experts.down, torch.float32)[7], state[prefix + "down_proj.weight"])
+            shared = state[f"model.layers.{i}.mlp.shared_experts.down_proj.weight"]
+            assert layer.mlp.shared is None and layer.mlp.num_held == config.n_routed_experts
+            assert torch.equal(dequantize(layer.mlp.experts.down, torch.float32)[-1], shared)
     assert [layer.attention.indexer is not None for layer in weights.layers] == [
         layer.indexer == "full" for layer in config.layers
     ]
@@ -70,7 +73,7 @@ def test_kept_quantized_is_the_same_values(tiny_checkpoint: CheckpointFixture, f
         pairs = [(getattr(ours.attention, n), getattr(theirs.attention, n)) for n in ("fused_a", "q_b", "o")]
         if isinstance(ours.mlp, MoeWeights) and isinstance(theirs.mlp, MoeWeights):
             pairs += [(ours.mlp.experts.gate_up, theirs.mlp.experts.gate_up)]
-            pairs += [(ours.mlp.experts.down, theirs.mlp.experts.down), (ours.mlp.shared.down, theirs.mlp.shared.down)]
+            pairs += [(ours.mlp.experts.down, theirs.mlp.experts.down)]
         for quantized, expected in pairs:
             assert isinstance(quantized, QuantizedWeight) and quantized.ue8m0 == (family == "v32")
             assert torch.equal(dequantize(quantized, torch.float32), expected)

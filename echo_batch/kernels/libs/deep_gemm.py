@@ -122,13 +122,21 @@ class DeepGemm:
         return self.fp8_linear(*quantized(x, weight.ue8m0), weight, x.values.dtype)
 
     def routed_experts(
-        self, x: Activation, experts: Tensor, weights: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+        self,
+        x: Activation,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        *,
+        addend: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """As reference.moe.routed_experts for weights that it `supports`."""
         num_tokens, width = x.values.shape
-        dtype, device = x.values.dtype, x.values.device
+        device = x.values.device
         if num_tokens == 0:
-            return torch.zeros(0, width, dtype=torch.float32, device=device)
+            return torch.zeros(0, width, dtype=dtype, device=device)
         num_experts, inner = gate_up.shape[0], down.shape[2]
         masked = num_tokens <= MAX_MASKED_TOKENS
         per_expert = -(-num_tokens // _ROWS_PER_BLOCK) * _ROWS_PER_BLOCK if masked else 0
@@ -137,12 +145,12 @@ class DeepGemm:
         values, scale = dispatch(*quantized(x, gate_up.ue8m0), rows, per_expert)
         # A constant for the shape: the launch must not depend on the routing.
         expected = max(1, min(num_tokens, experts.numel() // num_experts))
-        hidden = torch.empty(rows.num_rows, 2 * inner, dtype=dtype, device=device)
+        hidden = torch.empty(rows.num_rows, 2 * inner, dtype=x.values.dtype, device=device)
         self._grouped(values, scale, gate_up, hidden, rows.experts_of_rows, per_expert, expected)
         values, scale = swiglu_quantize_rows(hidden, rows, per_expert, ue8m0=down.ue8m0)
-        partials = torch.empty(rows.num_rows, width, dtype=dtype, device=device)
+        partials = torch.empty(rows.num_rows, width, dtype=x.values.dtype, device=device)
         self._grouped(values, scale, down, partials, rows.experts_of_rows, per_expert, expected)
-        return combine(partials, rows.row_of_pair, weights.contiguous())
+        return combine(partials, rows.row_of_pair, weights.contiguous(), addend=addend, dtype=dtype)
 
     def _grouped(
         self,

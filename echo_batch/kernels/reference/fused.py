@@ -11,6 +11,7 @@ from torch import Tensor
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.reference.hadamard import hadamard, hadamard_matrix
+from echo_batch.kernels.reference.linear import sum_parts
 from echo_batch.kernels.reference.norm import add_rms_norm, layer_norm, rms_norm
 from echo_batch.kernels.reference.quant import quantize_groups
 from echo_batch.kernels.reference.rope import apply_rope
@@ -29,11 +30,25 @@ class LatentInputs(NamedTuple):
 
 
 def norm_activation(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ue8m0: bool | None
+    hidden: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    ue8m0: bool | None,
+    out: Activation | None = None,
 ) -> tuple[Tensor, Activation]:
-    """(hidden [T, D], delta [T, D] | None, weight fp32 [D]) -> (their sum rounded, norm of the fp32 sum)."""
+    """(hidden [T, D], delta [T, D] | None, weight fp32 [D]) -> (their sum rounded, norm of the fp32 sum).
+
+    `out`: where the norm is to be written, such as the first rows of a batch that others fill too.
+    """
     total, normed = add_rms_norm(hidden, delta, weight, eps)
-    return total, _activation(normed, ue8m0)
+    activation = _activation(normed, ue8m0)
+    if out is None:
+        return total, activation
+    for target, part in zip(out, activation, strict=True):
+        if target is not None and part is not None:
+            target.copy_(part)
+    return total, out
 
 
 def latent_inputs(
@@ -82,10 +97,11 @@ def index_query(
 ) -> tuple[Tensor, Tensor]:
     """Indexer query and head weights (spec section 3.3).
 
-    query [T, Hi, 128] as projected, head_logits fp32 [T, Hi] -> (e4m3, or fp32 with an fp32 index format, [T, Hi, 128];
-    fp32 [T, Hi] with both constants and the query's scale folded in).
+    query [T, Hi, 128] as projected, head_logits fp32 [T, Hi] or their parts [S, T, Hi] (`linear_fp32_parts`) -> (e4m3,
+    or fp32 with an fp32 index format, [T, Hi, 128]; fp32 [T, Hi] with both constants and the query's scale folded in).
     """
     heads, dim = query.shape[1:]
+    head_logits = sum_parts(head_logits)
     query = _rotate_first(query, cos, sin, interleaved)
     weights = head_logits * (heads**-0.5 * dim**-0.5)
     if index_format.kind == "fp32":
@@ -100,6 +116,42 @@ def absorbed_query(query: Tensor, key_up: Tensor, cos: Tensor, sin: Tensor, inte
     nope = key_up.shape[1]
     latent = torch.bmm(query[..., :nope].transpose(0, 1), key_up).transpose(0, 1)
     return torch.cat((latent, apply_rope(query[..., nope:], cos, sin, interleaved)), dim=-1)
+
+
+def attention_queries(
+    projected: Tensor,
+    key_up: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_logits: Tensor | None,
+    *,
+    num_index_heads: int,
+    interleaved: bool,
+    index_interleaved: bool,
+    index_format: IndexFormat,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`absorbed_query` and `index_query` of one projection [T, H * (nope + rope) + Hi * 128], side by side.
+
+    Returns the absorbed query [T, H, 512 + rope], and index query and head weights (None without head_logits; then the
+    projection has no columns for the indexer).
+    """
+    num_heads, nope = key_up.shape[:2]
+    split = num_heads * (nope + 2 * cos.shape[1])
+    absorbed = absorbed_query(projected[:, :split].unflatten(1, (num_heads, -1)), key_up, cos, sin, interleaved)
+    if head_logits is None:
+        return absorbed, None, None
+    query = projected[:, split:].unflatten(1, (num_index_heads, -1))
+    return absorbed, *index_query(
+        query, cos, sin, head_logits, interleaved=index_interleaved, index_format=index_format
+    )
+
+
+def head_values(latent: Tensor, value_up: Tensor, ue8m0: bool | None) -> Activation:
+    """Attended latent [T, H, 512], value_up [H, v, 512] -> the heads' values side by side [T, H * v], rounded to the
+    compute dtype; with `ue8m0` not None also quantized.
+    """
+    values = torch.bmm(latent.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+    return _activation(values.flatten(1), ue8m0)
 
 
 def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

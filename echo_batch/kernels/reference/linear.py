@@ -30,3 +30,22 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     For the router, the indexer's head weights and the logits (spec section 4).
     """
     return F.linear(x.float(), weight.float())
+
+
+def linear_fp32_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear_fp32` as parts fp32 [S, T, out] that whoever reads them adds up in order (`sum_parts`).
+
+    For small weights (router, indexer head weights): their inner dimension is cut over programs, and a launch that only
+    adds the parts is saved.
+    """
+    return linear_fp32(x, weight).unsqueeze(0)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """Parts fp32 [S, T, out], or their sum [T, out] -> the sum, in order."""
+    if parts.dim() == 2:
+        return parts
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation, quantization_for
-from echo_batch.kernels.reference.linear import linear
+from echo_batch.kernels.reference.linear import linear, sum_parts
 from echo_batch.kernels.reference.quant import quantize_groups
 from echo_batch.kernels.weights import Weight, expert_of
 
@@ -14,14 +14,30 @@ _SLICE_TOKENS = 8192
 
 
 def route(
-    logits: Tensor, bias: Tensor, n_group: int, topk_group: int, top_k: int, normalize: bool, scaling: float
+    logits: Tensor,
+    bias: Tensor,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    normalize: bool,
+    scaling: float,
+    *,
+    held: range | None = None,
+    valid: Tensor | None = None,
+    num_shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Sigmoid router with a selection-only bias and optional group limits (spec section 3.6).
 
-    logits fp32 [T, E], bias fp32 [E] -> weights fp32 [T, top_k], experts int32 [T, top_k], best first. With n_group > 1
-    only the topk_group groups with the largest sums of their two best biased scores can be chosen from. Ties go to the
-    lower group and expert. Weights are unbiased probabilities, over their sum if `normalize`, times `scaling`.
+    logits fp32 [T, E] or their parts [S, T, E] (`linear_fp32_parts`), bias fp32 [E] -> weights fp32 [T, top_k], experts
+    int32 [T, top_k], best first. With n_group > 1 only the topk_group groups with the largest sums of their two best
+    biased scores can be chosen from. Ties go to the lower group and expert. Weights are unbiased probabilities, over
+    their sum if `normalize`, times `scaling`.
+
+    Experts are counted from the first of those `held` here (None: all are); -1 for the others, and in rows that are not
+    valid (bool [T]). With num_shared > 0 there is a column more, of a shared expert that stands behind the held ones:
+    weight 1, for the first num_shared tokens.
     """
+    logits = sum_parts(logits)
     probabilities = logits.sigmoid()
     biased = probabilities + bias
     if n_group > 1:
@@ -34,7 +50,16 @@ def route(
     weights = probabilities.gather(1, experts)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scaling, experts.to(torch.int32)
+    weights = weights * scaling
+    held = range(logits.shape[1]) if held is None else held
+    experts = torch.where((experts >= held.start) & (experts < held.stop), experts - held.start, -1)
+    if num_shared:
+        token = torch.arange(experts.shape[0], device=experts.device)[:, None]
+        experts = torch.cat((experts, torch.where(token < num_shared, len(held), -1)), dim=1)
+        weights = F.pad(weights, (0, 1), value=1.0)
+    if valid is not None:
+        experts = experts.masked_fill(~valid.unsqueeze(1), -1)
+    return weights, experts.to(torch.int32)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -50,12 +75,22 @@ def swiglu_activation(gate_up: Tensor, ue8m0: bool | None) -> Activation:
     return Activation(swiglu(gate_up), *quantize_groups(swiglu(gate_up.float()), ue8m0=ue8m0))
 
 
-def routed_experts(x: Activation, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def routed_experts(
+    x: Activation,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    addend: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Weighted sum of each token's experts.
 
-    x [T, D], experts int32 [T, k] (-1 = none), weights fp32 [T, k], gate_up [E, 2I, D], down [E, D, I] -> fp32 [T, D].
-    Each (token, slot) has a partial of its own; they are summed in fp32 in slot order, so that the result does not
-    depend on the order of execution.
+    x [T, D], experts int32 [T, k] (-1 = none), weights fp32 [T, k], gate_up [E, 2I, D], down [E, D, I] -> [T, D],
+    summed in fp32 and rounded to `dtype` at the end. `addend` [T, D] (another output of the layer) is added last.
+    Each (token, slot) has a partial of its own; they are summed in slot order, so that the result does not depend on
+    the order of execution.
     """
     out = torch.zeros(x.values.shape, dtype=torch.float32, device=x.values.device)
     for start in range(0, out.shape[0], _SLICE_TOKENS):
@@ -63,7 +98,7 @@ def routed_experts(x: Activation, experts: Tensor, weights: Tensor, gate_up: Wei
         partials = _partials(_rows(x, part), experts[part], gate_up, down)
         for slot in range(experts.shape[1]):
             out[part] += weights[part, slot, None] * partials[:, slot].float()
-    return out
+    return (out if addend is None else out + addend.float()).to(dtype)
 
 
 def _rows(x: Activation, rows: slice | Tensor) -> Activation:

@@ -15,11 +15,19 @@ from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 def _route_kernel(
     logits_ptr,
     bias_ptr,
+    valid_ptr,
     weights_ptr,
     experts_ptr,
+    num_tokens,
     num_experts,
     topk_group,
     scaling,
+    first_held,
+    num_held,
+    num_shared,
+    NUM_PARTS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     N_GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -28,13 +36,16 @@ def _route_kernel(
     GROUP_P2: tl.constexpr,
     K_P2: tl.constexpr,
 ):
-    """One token a program; the experts as a matrix [groups, experts of a group]."""
+    """One token a program; the experts as a matrix [groups, experts of a group]. NUM_COLUMNS: TOP_K, or one more."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_P2)[:, None]
     member = tl.arange(0, GROUP_P2)[None, :]
     expert = group * GROUP_SIZE + member
     outside = (member >= GROUP_SIZE) | (group >= N_GROUP)
     logits = tl.load(logits_ptr + token * num_experts + expert, mask=outside == 0, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        at = (part * num_tokens + token) * num_experts + expert
+        logits += tl.load(logits_ptr + at, mask=outside == 0, other=0.0)
     probability = tl.math.div_rn(tl.full(logits.shape, 1.0, tl.float32), 1.0 + tl.exp(-logits))
     bias = tl.load(bias_ptr + expert, mask=outside == 0, other=0.0)
     biased = tl.where(outside, float("-inf"), probability + bias)
@@ -67,39 +78,66 @@ def _route_kernel(
         weights = tl.where(slot == i, weight, weights)
     if NORMALIZE:
         weights = tl.math.div_rn(weights, tl.broadcast_to(tl.sum(weights, 0) + 1e-20, weights.shape))
-    tl.store(weights_ptr + token * TOP_K + slot, weights * scaling, mask=slot < TOP_K)
-    tl.store(experts_ptr + token * TOP_K + slot, chosen, mask=slot < TOP_K)
+    weights = tl.where(slot == TOP_K, 1.0, weights * scaling)
+    is_held = (chosen >= first_held) & (chosen < first_held + num_held)
+    chosen = tl.where(is_held, chosen - first_held, -1)
+    chosen = tl.where(slot == TOP_K, tl.where(token < num_shared, num_held, -1), chosen)
+    if HAS_VALID:
+        chosen = tl.where(tl.load(valid_ptr + token) != 0, chosen, -1)
+    tl.store(weights_ptr + token * NUM_COLUMNS + slot, weights, mask=slot < NUM_COLUMNS)
+    tl.store(experts_ptr + token * NUM_COLUMNS + slot, chosen, mask=slot < NUM_COLUMNS)
 
 
 def route(
-    logits: Tensor, bias: Tensor, n_group: int, topk_group: int, top_k: int, normalize: bool, scaling: float
+    logits: Tensor,
+    bias: Tensor,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    normalize: bool,
+    scaling: float,
+    *,
+    held: range | None = None,
+    valid: Tensor | None = None,
+    num_shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Sigmoid router with a selection-only bias and optional group limits; as reference.moe.route.
 
-    logits fp32 [T, E], bias fp32 [E] -> weights fp32 [T, top_k], experts int32 [T, top_k], best first; ties go to the
-    lower group and expert. E must be a multiple of n_group.
+    logits fp32 [T, E] or parts [S, T, E], bias fp32 [E], valid bool [T] -> weights fp32 [T, top_k (+ 1 with
+    num_shared)], experts int32 of the same shape, best first; ties go to the lower group and expert. E must be a
+    multiple of n_group.
     """
-    num_tokens, num_experts = logits.shape
+    num_tokens, num_experts = logits.shape[-2:]
     assert num_experts % n_group == 0 and top_k <= num_experts
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    held = range(num_experts) if held is None else held
+    columns = top_k + (num_shared > 0)
+    weights = torch.empty(num_tokens, columns, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(num_tokens, columns, dtype=torch.int32, device=logits.device)
     if num_tokens:
         size = num_experts // n_group
         _route_kernel[(num_tokens,)](
             logits.contiguous(),
             bias,
+            bias if valid is None else valid,
             weights,
             experts,
+            num_tokens,
             num_experts,
             topk_group,
             scaling,
+            held.start,
+            len(held),
+            num_shared,
+            NUM_PARTS=1 if logits.dim() == 2 else logits.shape[0],
+            HAS_VALID=valid is not None,
+            NUM_COLUMNS=columns,
             N_GROUP=n_group,
             TOP_K=top_k,
             NORMALIZE=normalize,
             GROUPS_P2=triton.next_power_of_2(n_group),
             GROUP_SIZE=size,
             GROUP_P2=triton.next_power_of_2(size),
-            K_P2=triton.next_power_of_2(top_k),
+            K_P2=triton.next_power_of_2(columns),
             num_warps=1,
         )
     return weights, experts
@@ -223,7 +261,15 @@ def _grouped_linear_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partials_ptr, row_of_pair_ptr, weights_ptr, out_ptr, width, NUM_SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    partials_ptr,
+    row_of_pair_ptr,
+    weights_ptr,
+    addend_ptr,
+    out_ptr,
+    width,
+    HAS_ADDEND: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -236,20 +282,38 @@ def _combine_kernel(
         inside = column < tl.where(row >= 0, width, 0)
         partial = tl.load(partials_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
         total += tl.where(row >= 0, weight, 0.0) * partial
-    tl.store(out_ptr + token * width + column, total, mask=column < width)
+    if HAS_ADDEND:
+        total += tl.load(addend_ptr + token * width + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
 
 
-def combine(partials: Tensor, row_of_pair: Tensor, weights: Tensor) -> Tensor:
-    """Sum over slots, in slot order in fp32, of weights fp32 [T, k] times partials [R, D] -> fp32 [T, D].
+def combine(
+    partials: Tensor,
+    row_of_pair: Tensor,
+    weights: Tensor,
+    *,
+    addend: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Sum over slots, in slot order in fp32, of weights fp32 [T, k] times partials [R, D], and of addend [T, D].
 
-    row_of_pair int32 [T * k]: the partial of each (token, slot), -1 where there is none.
+    row_of_pair int32 [T * k]: the partial of each (token, slot), -1 where there is none. Returns [T, D] in `dtype`.
     """
     num_tokens, num_slots = weights.shape
     width = partials.shape[1]
-    out = torch.empty(num_tokens, width, dtype=torch.float32, device=partials.device)
+    out = torch.empty(num_tokens, width, dtype=dtype, device=partials.device)
     if num_tokens:
         _combine_kernel[(num_tokens, triton.cdiv(width, 1024))](
-            partials, row_of_pair, weights, out, width, NUM_SLOTS=num_slots, BLOCK=1024, num_warps=4
+            partials,
+            row_of_pair,
+            weights,
+            out if addend is None else addend.contiguous(),
+            out,
+            width,
+            HAS_ADDEND=addend is not None,
+            NUM_SLOTS=num_slots,
+            BLOCK=1024,
+            num_warps=4,
         )
     return out
 
@@ -295,18 +359,27 @@ def swiglu_activation(gate_up: Tensor, ue8m0: bool | None) -> Activation:
     return Activation(swiglu(gate_up)) if ue8m0 is None else swiglu_quantized(gate_up, ue8m0=ue8m0)
 
 
-def routed_experts(x: Activation, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def routed_experts(
+    x: Activation,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    addend: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Weighted sum of each token's experts; as reference.moe.routed_experts.
 
-    x [T, D], experts int32 [T, k] (-1 = none), weights fp32 [T, k], gate_up [E, 2I, D], down [E, D, I] -> fp32 [T, D].
-    A pair (token, slot) has a partial of its own; partials are summed in fp32 in slot order.
+    x [T, D], experts int32 [T, k] (-1 = none), weights fp32 [T, k], gate_up [E, 2I, D], down [E, D, I] -> [T, D]. A
+    pair (token, slot) has a partial of its own; partials are summed in fp32 in slot order.
     """
     num_tokens, width = x.values.shape
-    dtype, device = x.values.dtype, x.values.device
+    device = x.values.device
     num_slots, num_experts = experts.shape[1], gate_up.shape[0]
     num_pairs = num_tokens * num_slots
     if num_tokens == 0:
-        return torch.zeros(0, width, dtype=torch.float32, device=device)
+        return torch.zeros(0, width, dtype=dtype, device=device)
     experts, weights = experts.contiguous(), weights.contiguous()
     block_m = 16 if num_pairs <= 16 * num_experts else 64
     # An expert's last block may be partly filled, and no block is empty.
@@ -327,8 +400,8 @@ def routed_experts(x: Activation, experts: Tensor, weights: Tensor, gate_up: Wei
         CHUNK=1024,
         num_warps=4,
     )
-    hidden = torch.empty(num_pairs, gate_up.shape[1], dtype=dtype, device=device)
-    partials = torch.empty(num_pairs, width, dtype=dtype, device=device)
+    hidden = torch.empty(num_pairs, gate_up.shape[1], dtype=x.values.dtype, device=device)
+    partials = torch.empty(num_pairs, width, dtype=x.values.dtype, device=device)
     _grouped_linear(x, gate_up, order, block_expert, hidden, block_m)
     _grouped_linear(swiglu_activation(hidden, quantization_for(down)), down, order, block_expert, partials, block_m)
-    return combine(partials, row_of_pair, weights)
+    return combine(partials, row_of_pair, weights, addend=addend, dtype=dtype)

@@ -55,18 +55,28 @@ def _rms_norm_kernel(
 
 
 def norm_activation(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ue8m0: bool | None
+    hidden: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    ue8m0: bool | None,
+    out: Activation | None = None,
 ) -> tuple[Tensor, Activation]:
     """(hidden [T, D], delta [T, D] | None, weight fp32 [D]) -> (their sum rounded, norm of the fp32 sum). One launch.
 
-    With `ue8m0` not None the norm is quantized too.
+    With `ue8m0` not None the norm is quantized too. `out` [T, D] (contiguous values) receives the norm.
     """
     num_rows, width = hidden.shape
     assert hidden.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
-    normed = torch.empty(num_rows, width, dtype=hidden.dtype, device=hidden.device)
-    total = hidden if delta is None else torch.empty_like(normed)
+    total = hidden if delta is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     values = scale = None
-    if ue8m0 is not None:
+    if out is not None:
+        normed, values, scale = out
+        assert normed.shape == hidden.shape and normed.is_contiguous() and (values is None or values.is_contiguous())
+        assert (values is None) == (scale is None) == (ue8m0 is None)
+    else:
+        normed = torch.empty(num_rows, width, dtype=hidden.dtype, device=hidden.device)
+    if ue8m0 is not None and out is None:
         assert width % QUANT_BLOCK == 0, width
         values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=hidden.device)
         scale = empty_scales(num_rows, width // QUANT_BLOCK, hidden.device)

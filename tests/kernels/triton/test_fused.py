@@ -92,3 +92,83 @@ def test_absorbed_query(dtype: torch.dtype, nope: int) -> None:
     got = fused.absorbed_query(query, key_up, *angles(5), True)
     expected = reference.absorbed_query(query, key_up, *angles(5), True)
     assert difference(got, expected) < (1e-12 if dtype == torch.float32 else BF16_LIMIT)
+
+
+def check_index_query(got: tuple, expected: tuple, limit: float) -> None:
+    """Values and head weights share the scale: where a last bit makes it twice as large, their product is the same."""
+    assert got[0].dtype == expected[0].dtype
+    products = [values.float() * weights[:, :, None] for values, weights in (got, expected)]
+    assert difference(*products) < limit
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "nope", "index_kind", "dtype"),
+    [
+        (3, 128, "fp8", torch.bfloat16),
+        (17, 192, "fp8", torch.bfloat16),
+        (2, 64, "fp32", torch.float32),
+        (2, 96, "fp32", torch.float32),  # as separate ops
+        (3, 64, None, torch.bfloat16),
+    ],
+)
+def test_attention_queries(num_tokens: int, nope: int, index_kind: str | None, dtype: torch.dtype) -> None:
+    heads, index_heads = 3, 20
+    width = heads * (nope + 64) + (0 if index_kind is None else index_heads * 128)
+    key_up = randn(heads, nope, 512, seed=2, dtype=dtype)
+    logits = None if index_kind is None else randn(2, num_tokens, index_heads, seed=3)
+    arguments = (randn(num_tokens, width, seed=1, dtype=dtype), key_up, *angles(num_tokens), logits)
+    options = dict(
+        num_index_heads=index_heads,
+        interleaved=True,
+        index_interleaved=False,
+        index_format=IndexFormat(index_kind or "fp8"),
+    )
+    got = fused.attention_queries(*arguments, **options)
+    expected = reference.attention_queries(*arguments, **options)
+    limit = 1e-12 if dtype == torch.float32 else 2 * BF16_LIMIT
+    assert got[0].dtype == dtype and difference(got[0], expected[0]) < limit
+    if index_kind is None:
+        assert got[1] is None and got[2] is None
+        return
+    check_index_query(got[1:], expected[1:], FP8_LIMIT if index_kind == "fp8" else limit)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_values", "dtype", "ue8m0"),
+    [
+        (3, 128, torch.bfloat16, True),
+        (17, 256, torch.bfloat16, False),
+        (2, 128, torch.float32, None),
+        (2, 96, torch.bfloat16, True),  # the consumer quantizes
+    ],
+)
+def test_head_values(num_tokens: int, num_values: int, dtype: torch.dtype, ue8m0: bool | None) -> None:
+    latent, value_up = randn(num_tokens, 3, 512, seed=1, dtype=dtype), randn(3, num_values, 512, seed=2, dtype=dtype)
+    got = fused.head_values(latent, value_up, ue8m0)
+    expected = reference.head_values(latent, value_up, None)
+    assert got.values.dtype == dtype
+    assert difference(got.values, expected.values) < (1e-12 if dtype == torch.float32 else BF16_LIMIT)
+    assert (got.quantized is None) == (ue8m0 is None or num_values % 128 != 0)
+    if got.quantized is not None:
+        values, scale = quant.quantize_groups(got.values.cpu(), ue8m0=ue8m0)
+        assert torch.equal(got.quantized.cpu().view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(got.scale.cpu(), scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 13, 19, 33, 64])
+def test_real_shapes(num_tokens: int) -> None:
+    key_up = randn(128, 128, 512, seed=2, dtype=torch.bfloat16)
+    projected = randn(num_tokens, 32768, seed=1, dtype=torch.bfloat16)
+    arguments = (projected, key_up, *angles(num_tokens), randn(28, num_tokens, 64, seed=3))
+    options = dict(num_index_heads=64, interleaved=True, index_interleaved=False, index_format=IndexFormat("fp8"))
+    got = fused.attention_queries(*arguments, **options)
+    expected = reference.attention_queries(*arguments, **options)
+    assert difference(got[0], expected[0]) < 1e-5
+    check_index_query(got[1:], expected[1:], FP8_LIMIT)
+    latent = randn(num_tokens, 128, 512, seed=4, dtype=torch.bfloat16)
+    values = fused.head_values(latent, key_up, True)
+    assert difference(values.values, reference.head_values(latent, key_up, None).values) < 1e-5
+    quantized, scale = quant.quantize_groups(values.values, ue8m0=True)
+    assert torch.equal(values.quantized.view(torch.uint8), quantized.view(torch.uint8))
+    assert torch.equal(values.scale, scale)

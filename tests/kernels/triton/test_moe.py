@@ -22,6 +22,19 @@ def test_route(num_experts: int, n_group: int, topk_group: int, top_k: int, norm
     assert torch.allclose(weights, expected_weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("num_shared", [0, 4])
+@pytest.mark.parametrize("held", [None, range(4, 12)])
+def test_route_for_the_experts_held_here(held: range | None, num_shared: int) -> None:
+    parts, bias = randn(3, 6, 16, seed=1), 0.1 * randn(16, seed=2)
+    valid = torch.tensor([True, False, True, True, True, True], device=DEVICE)
+    for options in (dict(), dict(valid=valid)):
+        options |= dict(held=held, num_shared=num_shared)
+        weights, experts = moe.route(parts, bias, 4, 2, 4, True, 2.5, **options)
+        expected_weights, expected_experts = reference.route(parts, bias, 4, 2, 4, True, 2.5, **options)
+        assert torch.equal(experts, expected_experts)
+        assert torch.allclose(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu(dtype: torch.dtype) -> None:
     x = randn(3, 400, seed=1, dtype=dtype)
@@ -52,6 +65,9 @@ def check_experts(
     got = moe.routed_experts(Activation(x), experts, weights, gate_up, down)
     expected = reference.routed_experts(Activation(x), experts, weights, gate_up, down)
     assert got.dtype == torch.float32 and not got[0].any()
+    addend = randn(num_tokens, width, seed=5, dtype=x.dtype)
+    rounded = moe.routed_experts(Activation(x), experts, weights, gate_up, down, addend=addend, dtype=x.dtype)
+    assert rounded.dtype == x.dtype and difference(rounded, got + addend.float()) < 1e-5
     assert difference(got, expected) < limit
     assert torch.equal(got, moe.routed_experts(Activation(x), experts, weights, gate_up, down))
 
@@ -72,6 +88,9 @@ def test_combine_skips_pairs_without_expert() -> None:
     weights = torch.tensor([[0.5, float("nan")], [2.0, 1.0]], device=DEVICE)
     expected = torch.stack((0.5 * partials[0], 2.0 * partials[2] + partials[3]))
     assert difference(moe.combine(partials, row_of_pair, weights), expected) < 1e-12
+    addend = randn(2, 64, seed=2, dtype=torch.bfloat16)
+    got = moe.combine(partials, row_of_pair, weights, addend=addend, dtype=torch.bfloat16)
+    assert got.dtype == torch.bfloat16 and difference(got, expected + addend.float()) < 1e-5
 
 
 @pytest.mark.gpu

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from echo_batch.kernels.activation import Activation
+from echo_batch.kernels.reference import fused as reference_fused
 from echo_batch.kernels.reference import norm as reference_norm
 from echo_batch.kernels.reference import rope as reference_rope
 from echo_batch.kernels.reference.quant import quantize_groups
@@ -31,6 +33,17 @@ def test_norm_activation(dtype: torch.dtype, with_delta: bool, width: int) -> No
     assert activation.quantized is not None and activation.scale is not None
     assert torch.equal(activation.quantized.view(torch.uint8), expected_values.view(torch.uint8))
     assert torch.equal(activation.scale, expected_scale)
+    # Into the first rows of a larger batch.
+    parts = (torch.zeros_like(activation.values), torch.zeros_like(activation.quantized), activation.scale)
+    rows = Activation(*(torch.cat((part.float(), part.float() * 0)).to(part.dtype) for part in parts))
+    out = Activation(rows.values[:5], rows.quantized[:5], rows.scale[:5])
+    _, same = norm_rope.norm_activation(hidden, delta, weight, 1e-5, True, out)
+    assert same.values is out.values and torch.equal(rows.values[:5], activation.values) and not rows.values[5:].any()
+    assert torch.equal(rows.quantized[:5].view(torch.uint8), expected_values.view(torch.uint8))
+    assert torch.equal(rows.scale[:5], expected_scale) and not rows.scale[5:].any()
+    reference_rows = Activation(*(part.clone() for part in out))
+    assert reference_fused.norm_activation(hidden, delta, weight, 1e-5, True, reference_rows)[1] is reference_rows
+    assert difference(reference_rows.values, activation.values) < LIMIT[dtype]
 
 
 def test_rope_angles() -> None:
