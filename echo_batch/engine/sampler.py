@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from echo_batch.engine.batch import BatchState
@@ -13,7 +12,7 @@ class StepOutput(NamedTuple):
     """What a step tells the host, one entry a row `[B]`.
 
     tokens int64 (-1: the row took no part), codes int32 (batch.RUNNING, ...), and if any row asked for them: logprobs
-    fp32 `[B]`, top_logprobs fp32 and top_ids int64 `[B, n]`.
+    fp32 `[B]`, top_logprobs fp32 and top_ids int64 `[B, n]`. checksums int64 `[B]` of the logits, if asked for.
     """
 
     tokens: Tensor
@@ -21,6 +20,7 @@ class StepOutput(NamedTuple):
     logprobs: Tensor | None = None
     top_logprobs: Tensor | None = None
     top_ids: Tensor | None = None
+    checksums: Tensor | None = None
 
 
 def sample_rows(
@@ -36,15 +36,12 @@ def sample_rows(
 
     logits fp32 `[B, V]` of rows whose last known token stands at `state.positions`; inactive rows must have been
     activated by the caller (prefill) or are left untouched (padding). `has_block` bool `[B]`: False flags NO_BLOCK.
-    Second result: the logits that were sampled from (a row that is not finite may have become zeros).
+    Second result: the logits that were sampled from.
     """
     if greedy_only:
         tokens, finite = ops.greedy_sample(logits)
     else:
-        finite = torch.isfinite(logits).all(dim=-1)
-        # A flagged row samples from zeros: its token is never used, and NaN stays out of the sampler.
-        logits = torch.where(finite[:, None], logits, 0.0)
-        tokens = ops.sample(logits, state.sampling(rows, state.positions[rows] + 1))
+        tokens, finite = ops.sample(logits, state.sampling(rows, state.positions[rows] + 1))
     # Rows chosen by a tensor are copies: write them back.
     token_ids, positions, active = state.token_ids[rows], state.positions[rows], state.active[rows]
     output = StepOutput(

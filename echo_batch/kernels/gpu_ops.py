@@ -7,12 +7,15 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.cuda import runtime
+from echo_batch.kernels.cuda import sampling as cuda_sampling
 from echo_batch.kernels.cuda import topk as cuda_topk
 from echo_batch.kernels.cuda import topk_rows as cuda_topk_rows
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.libs.deep_gemm import DeepGemm, load_deep_gemm
 from echo_batch.kernels.libs.flash_mla import FlashMla, load_flash_mla
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.reference import sampling as reference_sampling
+from echo_batch.kernels.reference.sampling import SamplingTensors
 from echo_batch.kernels.triton import attention, fused, indexer, linear, moe, norm_rope, rows, sampling, slots, topk
 from echo_batch.kernels.weights import QuantizedWeight, Weight
 
@@ -70,6 +73,7 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         topk_rows=found.topk_rows,
         positions_to_slots=slots.positions_to_slots,
         sparse_mla=found.sparse_mla,
+        sample=found.sample,
         greedy_sample=sampling.greedy_sample,
         advance_rows=sampling.advance_rows,
     )
@@ -114,6 +118,11 @@ class _Dispatch:
         ):
             return library.routed_experts(x, experts, weights, gate_up, down, addend=addend, dtype=dtype)
         return moe.routed_experts(x, experts, weights, gate_up, down, addend=addend, dtype=dtype)
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        if self.libraries.cuda_kernels and logits.shape[1] <= cuda_sampling.MAX_VOCAB:
+            return cuda_sampling.sample(logits, params)
+        return reference_sampling.sample(logits, params)
 
     def index_schedule(self, seq_lens: Tensor) -> Tensor | None:
         library = self.libraries.deep_gemm

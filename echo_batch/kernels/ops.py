@@ -192,7 +192,7 @@ class Ops:
     topk_rows: TopkRowsOp
     positions_to_slots: Callable[[Tensor, Tensor], Tensor]
     sparse_mla: Callable[[Tensor, Tensor, Tensor, float, RowFormat], Tensor]
-    sample: Callable[[Tensor, SamplingTensors], Tensor]
+    sample: Callable[[Tensor, SamplingTensors], tuple[Tensor, Tensor]]
     greedy_sample: Callable[[Tensor], tuple[Tensor, Tensor]]
     advance_rows: AdvanceOp
     token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]

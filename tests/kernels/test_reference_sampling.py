@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from echo_batch.kernels.reference import sampling as reference
 from echo_batch.kernels.reference.sampling import (
     LENGTH,
     NO_BLOCK,
@@ -63,20 +64,20 @@ def test_noise_is_a_function_of_seed_row_position_and_token_only() -> None:
 
 def test_sampling_follows_the_distribution() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().repeat(20_000, 1)
-    tokens = sample(logits, params(20_000, position=list(range(20_000))))
+    tokens, _ = sample(logits, params(20_000, position=list(range(20_000))))
     share = torch.bincount(tokens, minlength=4) / 20_000
     assert torch.allclose(share, torch.tensor([0.5, 0.25, 0.125, 0.125]), atol=0.015)
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [2.0, 2.0, 1.0]])
-    assert sample(logits, params(2, temperature=0.0)).tolist() == [1, 0]
+    assert sample(logits, params(2, temperature=0.0))[0].tolist() == [1, 0]
     assert greedy_sample(logits)[0].tolist() == [1, 0]
 
 
 def test_mixed_batch_keeps_greedy_rows_greedy() -> None:
     logits = torch.randn(4, 50)
-    tokens = sample(logits, params(4, temperature=[0.0, 1.0, 0.0, 2.0]))
+    tokens, _ = sample(logits, params(4, temperature=[0.0, 1.0, 0.0, 2.0]))
     assert tokens[0] == logits[0].argmax() and tokens[2] == logits[2].argmax()
 
 
@@ -96,6 +97,21 @@ def test_filters() -> None:
     assert kept(logits, top_k=3, top_p=0.45) == [1, 2]  # 0.4/0.9 = 0.444 alone does not reach 0.45
     assert kept([1.0, 1.0, 1.0], top_k=2) == [0, 1]
     assert kept(logits) == [0, 1, 2, 3]
+
+
+def test_rows_that_are_not_finite_are_flagged_alone() -> None:
+    logits = torch.randn(3, 50)
+    logits[1, 7] = math.nan
+    tokens, finite = sample(logits, params(3))
+    assert finite.tolist() == [True, False, True] and ((tokens >= 0) & (tokens < 50)).all()
+    assert torch.equal(tokens[[0, 2]], sample(logits[[0, 2]], params(2))[0])
+
+
+def test_noise_of_all_random_bits_set_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word in (0, 0xFFFFFFFF):
+        words = torch.full((1, 1), word, dtype=torch.int64)
+        monkeypatch.setattr(reference, "philox", lambda *_, words=words: (words,) * 4)
+        assert torch.isfinite(gumbel_noise(params(1), 4)).all()
 
 
 def test_temperature_divides_logits() -> None:

@@ -49,11 +49,20 @@ def load_kernel(
     """
     from cuda.bindings import driver, nvrtc
 
-    source = importlib.resources.files(__package__).joinpath(file_name).read_text()
+    folder = importlib.resources.files(__package__)
+    headers = [file for file in folder.iterdir() if file.name.endswith(".cuh")]
     major, minor = torch.cuda.get_device_capability(device_index)
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in defines]
-    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), file_name.encode(), 0, [], []))
+    program = _check(
+        nvrtc.nvrtcCreateProgram(
+            folder.joinpath(file_name).read_bytes(),
+            file_name.encode(),
+            len(headers),
+            [file.read_bytes() for file in headers],
+            [file.name.encode() for file in headers],
+        )
+    )
     encoded = [option.encode() for option in options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:

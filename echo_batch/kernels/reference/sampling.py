@@ -65,8 +65,8 @@ def gumbel_noise(params: SamplingTensors, vocab_size: int) -> Tensor:
     row_hi = ((params.row_id >> 32) & _MASK32)[:, None]
     words = torch.stack(torch.broadcast_tensors(*philox(params.seed[:, None], quads, position, row_lo, row_hi)), dim=-1)
     words = words.flatten(1)[:, :vocab_size]
-    # 24 random bits at the centre of their interval: u is never 0 or 1, so both logarithms are finite.
-    uniform = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    # 23 random bits at the centre of their interval, exact in fp32: u is never 0 or 1, both logarithms are finite.
+    uniform = ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 
@@ -74,16 +74,23 @@ def filter_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Scale by temperature, then cut to top-k, then top-p, then min-p; removed tokens get -inf. `[B, V]` fp32.
 
     Ties are broken by the smaller token id. Top-p keeps the smallest set whose probability (after top-k) reaches
-    `top_p`; min-p removes tokens below `min_p` times the largest probability. At least one token remains.
+    `top_p`; min-p removes tokens below `min_p` times the largest probability. At least one token remains. Probabilities
+    are relative to the largest one and are added up in float64: the fast version sums them in fixed point.
     """
-    scaled = logits / params.temperature.clamp(min=1e-5)[:, None]
+    largest = torch.finfo(torch.float32).max
+    scaled = (logits / params.temperature.clamp(min=1e-5)[:, None]).clamp(-largest, largest)
     values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(values.shape[1], device=values.device)[None, :]
     top_k = torch.where(params.top_k > 0, params.top_k, values.shape[1])[:, None]
     values = values.masked_fill(rank >= top_k, float("-inf"))
-    probabilities = values.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    keep = (before < params.top_p[:, None]) & (probabilities >= params.min_p[:, None] * probabilities[:, :1])
+    relative = (values - values[:, :1]).exp()
+    weights = relative.double()
+    total = weights.cumsum(dim=-1)
+    # What rounds to top_p in fp32 has reached it: a probability of 0.4 is enough for 0.4.
+    below = torch.nextafter(params.top_p, torch.zeros_like(params.top_p))
+    limit = (params.top_p.double() + below.double())[:, None] * 0.5
+    keep = (total - weights < limit * total[:, -1:]) | (params.top_p[:, None] >= 1)
+    keep &= relative >= params.min_p[:, None]
     keep |= rank == 0
     values = values.masked_fill(~keep, float("-inf"))
     return torch.empty_like(scaled).scatter_(1, order, values)
@@ -98,13 +105,16 @@ def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     return argmax_first(logits), torch.isfinite(logits).all(dim=-1)
 
 
-def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
+def sample(logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Choose one token a row: argmax where temperature is 0, else by the Gumbel-max rule among filtered tokens.
 
-    logits fp32 `[B, V]`, returns int64 `[B]`. Greedy ties go to the smaller id.
+    logits fp32 `[B, V]`, returns int64 `[B]`, and bool `[B]`: all of the row's logits are finite (a row that is not gets
+    any token of the vocabulary). Greedy ties go to the smaller id.
     """
+    finite = torch.isfinite(logits).all(dim=-1)
+    logits = torch.where(finite[:, None], logits, 0.0)
     noisy = filter_logits(logits, params) + gumbel_noise(params, logits.shape[1])
-    return torch.where(params.temperature > 0, argmax_first(noisy), argmax_first(logits))
+    return torch.where(params.temperature > 0, argmax_first(noisy), argmax_first(logits)), finite
 
 
 RUNNING, STOPPED, LENGTH, NON_FINITE, NO_BLOCK = 0, 1, 2, 3, 4
