@@ -214,7 +214,7 @@ def test_decode_goes_on_where_prefill_ends(model: Model) -> None:
     """A token decoded after a prefill has the logits that it has at the end of a longer prompt."""
     lengths = (1, 63, 64, 65, TOPK, 300)
     prompts = prompts_of(model, lengths)
-    longer = [Prompt(token_ids=[*p.token_ids, 5], blocks=[*p.blocks, 62 - i]) for i, p in enumerate(prompts)]
+    longer = [Prompt(token_ids=[*p.token_ids, 5], blocks=[*p.blocks, i]) for i, p in enumerate(prompts)]
     expected = run(model, [longer], chunk=4096, slice_=4096)
     cache = run(model, [[Prompt(token_ids=p.token_ids[:-1], blocks=p.blocks) for p in longer]], chunk=4096,
                 slice_=4096).cache  # fmt: skip

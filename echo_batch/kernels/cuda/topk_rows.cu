@@ -102,17 +102,58 @@ static __device__ __forceinline__ void find_bin(Shared& shared, u32 wanted) {
     __syncthreads();
 }
 
+// Sources of keys: each calls visit(key) for this thread's share of them.
+struct SampleKeys {
+    Row row;
+    u32 num_sampled, num_quads;
+
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const {
+        for (u32 i = threadIdx.x; i < num_sampled; i += THREADS) {
+            float four[4];
+            row.load(4 * (u32)((u64)i * num_quads / num_sampled), four);
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) visit((u64)key_of(four[j]) << POSITION_BITS);
+        }
+    }
+};
+
+struct ListKeys {
+    const u64* list;
+    u32 count;
+
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const {
+        for (u32 i = threadIdx.x; i < count; i += THREADS) visit(list[i]);
+    }
+};
+
+struct RowKeys {
+    Row row;
+
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const {
+        for (u32 at = 4 * threadIdx.x; at < row.length; at += 4 * THREADS) {
+            float four[4];
+            row.load(at, four);
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j)
+                if (at + j < row.length) visit(full_key(four[j], at + j));
+        }
+    }
+};
+
 // A bound that exactly `wanted` keys reach, or, if the search ends at the digit `last_shift`, the tightest lower bound
-// of that precision. `each(visit)` calls visit(key) for this thread's share of the keys.
-template <typename Each>
-static __device__ __forceinline__ u64 bound_of(Shared& shared, u32 wanted, u32 last_shift, Each each) {
+// of that precision.
+template <typename Source>
+static __device__ __forceinline__ u64 bound_of(Shared& shared, u32 wanted, u32 last_shift, const Source& source) {
     u64 bound = 0;
     u32 above = 0, shift = TOP_SHIFT, digit_end = TOP_SHIFT + DIGIT_BITS;
     while (true) {
         for (u32 i = threadIdx.x; i < BINS; i += THREADS) shared.histogram[i] = 0;
         __syncthreads();
         const u32 mask = (1u << (digit_end - shift)) - 1;
-        each([&](u64 key) {
+        source.each([&](u64 key) {
             if (key >> digit_end == bound >> digit_end) atomicAdd(&shared.histogram[(u32)(key >> shift) & mask], 1u);
         });
         __syncthreads();
@@ -125,8 +166,9 @@ static __device__ __forceinline__ u64 bound_of(Shared& shared, u32 wanted, u32 l
     }
 }
 
-// Mark the scores of the row that `is_chosen(score, position)`; `visit(score, position)` sees each of them, `warp_total`
-// and `rank` say how many the warp has in this chunk and how many come before this lane's.
+// Mark the scores of the row for which is_chosen(score, position) holds. For every chunk with such scores,
+// visit(this lane's four scores, position of the first, bits of those chosen, how many the warp has in the chunk, how
+// many of these the lanes before have).
 template <typename Choose, typename Visit>
 static __device__ __forceinline__ void mark(const Row& row, u32* marks, u32 num_chunks, Choose is_chosen, Visit visit) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -181,14 +223,8 @@ topk_rows(const float* __restrict__ all_scores, long long row_stride, u32 width,
     if (num_sampled >= 64) {
         const float share = 4.0f * num_sampled / length, rank = k * share;
         const u32 wanted = (u32)(rank + 4.0f * sqrtf(rank * fmaxf(0.0f, 1.0f - share)) + 2.0f);
-        low = bound_of(shared, min(wanted, 4 * num_sampled), TOP_SHIFT - DIGIT_BITS, [&](auto visit) {
-            for (u32 i = thread; i < num_sampled; i += THREADS) {
-                float four[4];
-                row.load(4 * (u32)((u64)i * num_quads / num_sampled), four);
-#pragma unroll
-                for (u32 j = 0; j < 4; ++j) visit((u64)key_of(four[j]) << POSITION_BITS);
-            }
-        }) >> POSITION_BITS;
+        const SampleKeys sample = {row, num_sampled, num_quads};
+        low = bound_of(shared, min(wanted, 4 * num_sampled), TOP_SHIFT - DIGIT_BITS, sample) >> POSITION_BITS;
     }
     __syncthreads();
 
@@ -217,9 +253,7 @@ topk_rows(const float* __restrict__ all_scores, long long row_stride, u32 width,
     // 3. The exact bound.
     u32 smallest = 0xffffffffu;
     if (num_listed >= k && num_listed <= MAX_LIST) {
-        const u64 bound = bound_of(shared, k, 0, [&](auto visit) {
-            for (u32 i = thread; i < num_listed; i += THREADS) visit(shared.list[i]);
-        });
+        const u64 bound = bound_of(shared, k, 0, ListKeys{shared.list, num_listed});
         for (u32 i = thread; i < num_listed; i += THREADS) {
             const u64 key = shared.list[i];
             if (key >= bound) {
@@ -230,16 +264,7 @@ topk_rows(const float* __restrict__ all_scores, long long row_stride, u32 width,
             }
         }
     } else {
-        const u64 bound = bound_of(shared, k, 0, [&](auto visit) {
-            for (u32 chunk = warp; chunk < num_chunks; chunk += WARPS) {
-                const u32 at = chunk * CHUNK + 4 * lane;
-                float four[4];
-                row.load(at, four);
-#pragma unroll
-                for (u32 j = 0; j < 4; ++j)
-                    if (at + j < length) visit(full_key(four[j], at + j));
-            }
-        });
+        const u64 bound = bound_of(shared, k, 0, RowKeys{row});
         mark(
             row, marks, num_chunks, [&](float score, u32 position) { return full_key(score, position) >= bound; },
             [&](const float(&scores)[4], u32, u32 own, u32, u32) {
