@@ -99,8 +99,10 @@ def decode_logits(
                     spec.index_format,
                     schedule,
                 )
-                selected, _ = ops.topk_positions(scores, seq_lens, spec.index_topk, predicted[group], update=True)
-                resolution = cache.resolve(group, ops.positions_to_slots(selected, block_table))
+                selected, _ = ops.topk_positions(
+                    scores, seq_lens, spec.index_topk, predicted[group], update=True, block_table=block_table
+                )
+                resolution = cache.resolve(group, selected)
             cache.recall(layer, resolution)
             latent = ops.sparse_mla(
                 inputs.query, cache.gpu_rows(layer), resolution.rows, config.softmax_scale, spec.row_format

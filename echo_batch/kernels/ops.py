@@ -100,7 +100,14 @@ class TopkOp(Protocol):
     """`topk.topk_positions`."""
 
     def __call__(
-        self, scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None = None, *, update: bool = False
+        self,
+        scores: Tensor,
+        lengths: Tensor,
+        k: int,
+        predicted: Tensor | None = None,
+        *,
+        update: bool = False,
+        block_table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -15,6 +15,7 @@
 #include "cluster.cuh"
 
 
+constexpr u32 BLOCK_SIZE = 64;  // token slots of a block
 constexpr u32 BINS = 512;
 constexpr u32 MAX_DOUBT = 512;
 constexpr u32 WARPS = THREADS / 32;
@@ -75,6 +76,13 @@ static __device__ __forceinline__ float score_of(u32 key) {
 static __device__ __forceinline__ u64 full_key(float score, u32 position) {
     const u32 key = key_of(score);
     return key == 0 ? 0 : ((u64)key << POSITION_BITS) | (LAST_POSITION - position);
+}
+
+// Token slot of a position by its row's block table (-1: no block); without a table the position itself.
+static __device__ __forceinline__ int slot_of(const int* block_table, u32 position) {
+    if (block_table == nullptr) return (int)position;
+    const int block = block_table[position / BLOCK_SIZE];
+    return block < 0 ? -1 : block * (int)BLOCK_SIZE + (int)(position % BLOCK_SIZE);
 }
 
 // Bins around the prediction, by distance: 8 to an octave from 2^-17 to 2^15 on each side. The difference is rounded
@@ -230,7 +238,8 @@ static __device__ __forceinline__ void find_bin(Shared& shared, const u32* histo
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS)
 topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 width, const int* __restrict__ lengths,
-               float* predicted, int update_predicted, u32 k, int* __restrict__ positions, float* __restrict__ kth) {
+               float* predicted, int update_predicted, u32 k, int* __restrict__ positions, float* __restrict__ kth,
+               const int* __restrict__ block_tables, long long table_stride) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -240,9 +249,11 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     const u32 length = lengths[row] <= 0 ? 0 : min((u32)lengths[row], width);
     const float prediction = predicted != nullptr ? predicted[row] : __uint_as_float(0x7fc00000u);
     int* const out = positions + (long long)row * k;
+    const int* const block_table = block_tables == nullptr ? nullptr : block_tables + (long long)row * table_stride;
 
     if (length < k) {  // Everything is selected; the whole cluster leaves here.
-        for (u32 i = rank * THREADS + thread; i < k; i += CLUSTER * THREADS) out[i] = i < length ? (int)i : -1;
+        for (u32 i = rank * THREADS + thread; i < k; i += CLUSTER * THREADS)
+            out[i] = i < length ? slot_of(block_table, i) : -1;
         if (rank == 0 && thread == 0) kth[row] = score_of(KEY_MINUS_INF);
         return;
     }
@@ -404,7 +415,7 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
             u32 place = offset + (places[i / 4] >> (8 * (i % 4)) & 255u);
             const u32 at = scores.slice.position(start + i, lane);
             while (four != 0) {
-                out[place++] = (int)(at + __ffs((int)four) - 1);
+                out[place++] = slot_of(block_table, at + __ffs((int)four) - 1);
                 four &= four - 1;
             }
             offset += totals[i / 4] >> (8 * (i % 4)) & 255u;

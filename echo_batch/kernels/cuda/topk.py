@@ -16,19 +16,27 @@ MAX_WIDTH = 1 << 20
 
 
 def topk_positions(
-    scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None = None, *, update: bool = False
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor | None = None,
+    *,
+    update: bool = False,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As reference.topk.topk_positions, with an optional prediction that only makes it faster (design: top-k).
 
     scores fp32 [T, S] (S up to 2^20, unit stride in a row), lengths int32 [T], predicted fp32 [T]: the expected k-th
     score of each row, NaN where unknown. With `update`, predicted becomes 0.5 * predicted + 0.5 * kth (kth where it was
-    NaN) in rows longer than k. Returns positions int32 [T, k] ascending, then -1; kth fp32 [T].
+    NaN) in rows longer than k. Returns positions int32 [T, k] ascending, then -1 (their token slots if a block_table
+    int32 [T, max_blocks] is given); kth fp32 [T].
     """
     num_rows, width = scores.shape
     assert scores.dtype == torch.float32 and lengths.dtype == torch.int32 and lengths.is_contiguous()
     assert scores.stride(1) == 1 and width <= MAX_WIDTH, (scores.stride(), width)
     assert predicted is None or (predicted.dtype == torch.float32 and predicted.is_contiguous())
     assert k > 0 and (predicted is not None or not update)
+    assert block_table is None or (block_table.dtype == torch.int32 and block_table.stride(1) == 1)
     positions = torch.empty(num_rows, k, dtype=torch.int32, device=scores.device)
     kth = torch.empty(num_rows, dtype=torch.float32, device=scores.device)
     if num_rows == 0:
@@ -68,6 +76,8 @@ def topk_positions(
                 (k, UINT32),
                 (positions[part], POINTER),
                 (kth[part], POINTER),
+                (None if block_table is None else block_table[part], POINTER),
+                (0 if block_table is None else block_table.stride(0), INT64),
             ),
         )
     return positions, kth

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from echo_batch.kernels.reference.slices import row_slices
+from echo_batch.kernels.reference.slots import positions_to_slots
 
 _OUTSIDE = -(2**31)
 _NAN = _OUTSIDE + 1
@@ -14,7 +15,13 @@ _MINUS_INF = -0x7F800001
 
 
 def topk_positions(
-    scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None = None, *, update: bool = False
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor | None = None,
+    *,
+    update: bool = False,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k candidates of each row that come first by (score descending, position ascending).
 
@@ -23,7 +30,8 @@ def topk_positions(
     k candidates selects all of them. NaN is chosen only when nothing else is left.
 
     predicted fp32 [T], the expected k-th score of each row (NaN: unknown), changes no result: fast versions are faster
-    with a good one. With `update` it is updated in place for the next step (`update_prediction`).
+    with a good one. With `update` it is updated in place for the next step (`update_prediction`). With `block_table`
+    int32 [T, max_blocks] the first result holds the token slots of the positions (`positions_to_slots`).
     """
     num_rows, width = scores.shape
     positions = torch.full((num_rows, k), -1, dtype=torch.int32, device=scores.device)
@@ -35,7 +43,7 @@ def topk_positions(
     if update:
         assert predicted is not None
         update_prediction(predicted, kth, lengths, k)
-    return positions, kth
+    return positions if block_table is None else positions_to_slots(positions, block_table), kth
 
 
 def update_prediction(predicted: Tensor, kth: Tensor, lengths: Tensor, k: int) -> None:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from echo_batch.kernels.triton.slots import positions_to_slots
+
 _CHUNK = 2048
 _MAX_CANDIDATES = 8192
 _MARGIN = 1 << 20
@@ -167,13 +169,19 @@ def _select_kernel(
 
 
 def topk_positions(
-    scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None = None, *, update: bool = False
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor | None = None,
+    *,
+    update: bool = False,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As reference.topk.topk_positions, with an optional prediction that only makes it faster (design: top-k).
 
     scores fp32 [T, S] (unit stride in a row), lengths int32 [T], predicted fp32 [T]: the expected k-th score of each
     row, NaN where unknown. With `update`, predicted is updated in place as by `update_prediction`. Returns positions
-    int32 [T, k] ascending, then -1; kth fp32 [T].
+    int32 [T, k] ascending, then -1 (their token slots with `block_table`); kth fp32 [T].
     """
     num_rows, width = scores.shape
     assert scores.dtype == torch.float32 and lengths.dtype == torch.int32 and scores.stride(1) == 1
@@ -223,7 +231,7 @@ def topk_positions(
     )
     if update and predicted is not None:
         update_prediction(predicted, kth, lengths, k)
-    return positions, kth
+    return positions if block_table is None else positions_to_slots(positions, block_table), kth
 
 
 @triton.jit

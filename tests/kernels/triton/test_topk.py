@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from echo_batch.kernels.reference.slots import positions_to_slots
 from echo_batch.kernels.reference.topk import topk_positions as reference
 from echo_batch.kernels.triton.topk import topk_positions, update_prediction
 
@@ -84,6 +85,24 @@ def test_whole_row_when_many_candidates_pass() -> None:
     check([topk_positions], scores, lengths, 200, [torch.tensor([-5.0, 2.6])])
 
 
+def check_slots(op, num_rows: int, width: int, k: int) -> None:
+    """Positions by a block table: wider than the scores, with blocks that are not there."""
+    scores = scores_of("ties", num_rows, width, seed=3)
+    lengths = torch.randint(0, width + 1, (num_rows,), generator=torch.Generator().manual_seed(4)).to(torch.int32)
+    table = torch.randperm(num_rows * (width // 64 + 3)).to(torch.int32).view(num_rows, -1)
+    table[0, 1] = -1
+    table = table[:, :-1]
+    expected, _ = reference(scores, lengths, k, block_table=table)
+    got, _ = op(scores.to(DEVICE), lengths.to(DEVICE), k, block_table=table.to(DEVICE))
+    assert torch.equal(got.cpu(), expected)
+    positions, _ = reference(scores, lengths, k)
+    assert torch.equal(expected, positions_to_slots(positions, table))
+
+
+def test_slots_of_positions() -> None:
+    check_slots(topk_positions, 5, 600, 100)
+
+
 @pytest.mark.parametrize("k", [1, 2, 100])
 def test_every_short_length(k: int) -> None:
     lengths = torch.tensor([0, 1, 2, 3, 99, 100, 101, 130], dtype=torch.int32)
@@ -139,6 +158,14 @@ def test_cuda_every_length_in_one_batch_and_update() -> None:
     expected = predicted.to(DEVICE)
     update_prediction(expected, kth, lengths.to(DEVICE), 2048)
     assert torch.equal(updated.nan_to_num(nan=-1e9), expected.nan_to_num(nan=-1e9))
+
+
+@pytest.mark.gpu
+def test_cuda_slots_of_positions() -> None:
+    from echo_batch.kernels.cuda.topk import topk_positions as cuda_topk
+
+    for num_rows, width, k in ((5, 600, 100), (20, 98432, 2048), (3, 40000, 2048)):
+        check_slots(cuda_topk, num_rows, width, k)
 
 
 @pytest.mark.gpu
