@@ -73,8 +73,9 @@ def _root(
 def run(options: JobOptions) -> None:
     """Run a job: read prompts, generate, write the output. The same command again resumes it.
 
-    Exit codes: 0 done; 10 done, but too many rows failed; 2 bad option, configuration or model, or a plan that does not
-    fit; 65 unusable input; 66 input missing; 73 output not writable; 75 interrupted, run again to resume; 1 a bug.
+    Exit codes: 0 done; 10 done, but too many rows failed; 11 a replayed schedule gave other results; 2 bad option,
+    configuration or model, or a plan that does not fit; 65 unusable input; 66 input missing; 73 output not writable; 75
+    interrupted, run again to resume; 1 a bug.
     """
     run_dir: Path | None = None
     try:

@@ -204,6 +204,8 @@ def _check_ranges(config: RunConfig) -> None:
         )
     if engine.lookahead_steps is not None and not 0 <= engine.lookahead_steps <= 8:
         raise ConfigError(f"engine.lookahead_steps must be between 0 and 8, got {engine.lookahead_steps}")
+    if engine.schedule is not None and engine.schedule.partition(":")[0] not in ("record", "replay"):
+        raise ConfigError(f"engine.schedule: write record:FILE or replay:FILE, not {engine.schedule!r}")
     if not 0.0 < engine.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"engine.gpu_memory_utilization must be in (0, 1], got {engine.gpu_memory_utilization}")
     if not 0.0 <= config.output.max_error_rate <= 1.0:

@@ -22,6 +22,12 @@ class ModelError(EchoBatchError):
     exit_code = 2
 
 
+class ScheduleDivergedError(EchoBatchError):
+    """A replayed schedule gave other results than when it was recorded: a bug, or other hardware or libraries."""
+
+    exit_code = 11
+
+
 class InputError(EchoBatchError):
     """Input that exists and cannot be used (wrong type, unknown column, corrupt file)."""
 

@@ -28,6 +28,7 @@ from echo_batch.errors import (
     InterruptedJobError,
     ModelError,
     OutputError,
+    ScheduleDivergedError,
 )
 from echo_batch.files import write_json_atomic
 from echo_batch.generation import Generation
@@ -92,7 +93,7 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
             exit_code = job.run(source, form)
         except EchoBatchError as error:
             ended = run.interrupted(str(error)) if isinstance(error, InterruptedJobError) else error
-            if isinstance(error, ConfigError | ModelError | InputError | OutputError):
+            if isinstance(error, ConfigError | ModelError | InputError | OutputError | ScheduleDivergedError):
                 run.excuse()
             message, exit_code = str(ended), ended.exit_code
             raise ended from error
@@ -180,6 +181,8 @@ class Job:
     def run(self, source: Source, form: Any) -> int:
         """Preflight, plan, engine, merge. Returns the exit code."""
         config, metrics = self.config, self.metrics
+        if config.engine.schedule is not None and self.directory.state == "resumed":
+            raise ConfigError("--schedule covers a whole job, and this one has begun: add --restart, or another -o")
         self._resume_counts()
         builder, context_tokens = self._make_builder(source)
         with closing(self._read_input(source, builder, context_tokens)) as index:

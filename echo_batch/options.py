@@ -138,6 +138,16 @@ class JobOptions:
         ),
     ] = None
 
+    schedule: Annotated[
+        str | None,
+        _option(
+            _ENGINE,
+            "record:FILE writes every batch and its results; replay:FILE repeats them bit by bit or exits with 11.",
+            "--schedule",
+            metavar="MODE:FILE",
+        ),
+    ] = None
+
     max_tokens: Annotated[
         int | None, _option(_SAMPLING, "Most tokens to generate per row; default 2048.", "--max-tokens")
     ] = None
@@ -204,6 +214,7 @@ CONFIG_KEYS = {
     "max_num_seqs": "engine.max_num_seqs",
     "data_parallel_size": "engine.data_parallel_size",
     "tensor_parallel_size": "engine.tensor_parallel_size",
+    "schedule": "engine.schedule",
     "max_tokens": "sampling.max_tokens",
     "temperature": "sampling.temperature",
     "top_p": "sampling.top_p",

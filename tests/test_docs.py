@@ -1,5 +1,6 @@
 """The documentation names everything that can be set, and every exit code."""
 
+import re
 from pathlib import Path
 
 from echo_batch import errors
@@ -29,6 +30,13 @@ def test_configuration_lists_every_exit_code() -> None:
     ]
     codes = {0, 1, 10} | {kind.exit_code for kind in kinds}
     assert sorted(code for code in codes if f"| {code} |" not in text) == []
+
+
+def test_tests_that_are_named_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (DOCS / "lossless.md").read_text(encoding="utf-8"))
+    assert len(named) > 15
+    missing = [f"{p}::{n}" for p, n in named if f"def {n}(" not in (DOCS.parent / p).read_text(encoding="utf-8")]
+    assert missing == []
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -14,6 +14,7 @@ RUN_OPTIONS = """
     --model --tokenizer --max-model-len --dtype --load-format --trust-remote-code --chat-template-kwargs
     --host-pool --gpu-pool --kv-cache-dtype --offload --prefetch
     --device --gpu-memory-utilization --max-num-seqs --dp/-dp/--data-parallel-size -tp/--tensor-parallel-size
+    --schedule
     --max-tokens --temperature --top-p --top-k --min-p --seed --stop --ignore-eos --logprobs
     --config --set --metrics-textfile
 """.split()

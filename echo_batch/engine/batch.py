@@ -110,6 +110,12 @@ class BatchState:
         # The last known token is the next step's input: its row is not there yet.
         return torch.where(position < self.positions[row], slots, -1)
 
+    def force_tokens(self, rows: list[int], token_ids: list[int]) -> None:
+        """Make these the next inputs of the rows, whatever was sampled (teacher forcing)."""
+        pair = torch.tensor([rows, token_ids], dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        pair = pair.to(self.device, non_blocking=True)
+        self.token_ids[pair[0]] = pair[1]
+
     def clear_row(self, row: int) -> None:
         """The row becomes padding from the next step on."""
         self.active[row] = False

@@ -12,6 +12,7 @@ from echo_batch.engine.core import EngineCore
 from echo_batch.engine.plan import Plan
 from echo_batch.engine.residency import resident_buckets, stays_resident
 from echo_batch.engine.runner import EagerRunner, GraphRunner, Runner, StepShape
+from echo_batch.engine.schedule import open_schedule
 from echo_batch.engine.stops import Detokenizer
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.select import select_ops
@@ -38,6 +39,7 @@ def build_core(
     not hold what its config promises and ConfigError for a host pool that the machine refuses.
     """
     plan.require_fit()
+    schedule, plan = open_schedule(config.engine.schedule, plan)
     device = torch.device(plan.device)
     ops = select_ops(device)
     # The pools come first: they fail early and cheaply when the machine does not have what the plan counted on.
@@ -61,6 +63,7 @@ def build_core(
     core = assemble_core(
         model, cache, ops, plan, eos_token_ids=model_config.eos_token_ids, make_detokenizer=make_detokenizer
     )
+    core.schedule = schedule
     if isinstance(core.runner, GraphRunner):
         core.runner.capture(step_shapes(plan, residency=residency, greedy_only=config.sampling.temperature == 0))
     return core

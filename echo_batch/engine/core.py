@@ -18,10 +18,13 @@ from echo_batch.engine.batch import MAX_STOP_IDS, BatchState
 from echo_batch.engine.decode import StepLogits
 from echo_batch.engine.losses import device_loss
 from echo_batch.engine.plan import Plan
-from echo_batch.engine.policy import loaded_token_share, modelled_costs, should_prefill
+from echo_batch.engine.policy import loaded_token_share, modelled_costs
 from echo_batch.engine.prefill import Prompt, prefill
-from echo_batch.engine.runner import HostOutput, PendingOutput, Runner, StepShape, with_logprobs
+from echo_batch.engine.replay import ReplayScheduler
+from echo_batch.engine.runner import HostOutput, PendingOutput, Runner, StepShape, complete_output
 from echo_batch.engine.sampler import sample_rows
+from echo_batch.engine.schedule import Recorder, Replay
+from echo_batch.engine.schedule_file import Prefill, Step
 from echo_batch.engine.scheduler import Limits, Scheduler
 from echo_batch.engine.sequence import Sequence
 from echo_batch.engine.stops import Detokenizer, StopChecker
@@ -67,6 +70,8 @@ class _Launched:
 
     rows: dict[int, Sequence]
     output: PendingOutput
+    event: Prefill | Step | None = None
+    """Of the schedule that is recorded or replayed."""
 
 
 @dataclass(slots=True)
@@ -86,6 +91,7 @@ class EngineCore:
     runner: Runner
     eos_token_ids: tuple[int, ...]
     make_detokenizer: Callable[[], Detokenizer] | None = None
+    schedule: Recorder | Replay | None = None
     stats: EngineStats = field(default_factory=EngineStats)
 
     @torch.inference_mode()
@@ -107,11 +113,15 @@ class EngineCore:
     def close(self) -> None:
         """Give the host pool back."""
         self.cache.close()
+        if self.schedule is not None:
+            self.schedule.close()
 
-    def _run(self, requests: Iterable[Request]) -> Iterator[Completion | None]:
-        state = self.state
-        scheduler = Scheduler(
-            (self._sequence(r) for r in requests),
+    def _scheduler(self, requests: Iterable[Request]) -> Scheduler | ReplayScheduler:
+        sequences = (self._sequence(r) for r in requests)
+        if isinstance(self.schedule, Replay):
+            return ReplayScheduler(sequences, self.schedule, self.cache.spec.index_topk)
+        return Scheduler(
+            sequences,
             BlockAllocator(self.cache.spec.num_blocks),
             Limits(
                 max_num_seqs=self.plan.max_num_seqs,
@@ -123,16 +133,21 @@ class EngineCore:
                 loaded_token_share=loaded_token_share(self.plan),
             ),
         )
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[Completion | None]:
+        state, scheduler = self.state, self._scheduler(requests)
         costs = modelled_costs(self.plan)
         launched: deque[_Launched] = deque()
         lost = False
         try:
             while launched or not scheduler.done:
                 staged = scheduler.stage()
-                self.cache.release(staged.released)
+                self._release(staged.released)
                 for sequence, failure in staged.refused:
+                    if self.schedule is not None:
+                        self.schedule.refused(sequence, failure)
                     yield self._failed(sequence, failure.code, failure.message)
-                if should_prefill(scheduler.group_state(), costs):
+                if scheduler.wants_prefill(costs):
                     self._choose_residency(scheduler, state)
                     group = scheduler.start()
                     self._note(scheduler)
@@ -158,7 +173,9 @@ class EngineCore:
             if not lost:
                 for sequence in list(scheduler.running.values()):
                     self._leave(sequence, scheduler, state)
-                self.cache.release(scheduler.close())
+                self._release(scheduler.close())
+        if self.schedule is not None:
+            self.schedule.end()
 
     def _sequence(self, request: Request) -> Sequence:
         room = self.plan.max_model_len - len(request.prompt_token_ids)
@@ -175,7 +192,13 @@ class EngineCore:
         eos = () if request.sampling.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
 
-    def _choose_residency(self, scheduler: Scheduler, state: BatchState) -> None:
+    def _release(self, blocks: list[int]) -> None:
+        """Forget the slots of blocks that nobody holds any more."""
+        if self.schedule is not None:
+            self.schedule.released(blocks)
+        self.cache.release(blocks)
+
+    def _choose_residency(self, scheduler: Scheduler | ReplayScheduler, state: BatchState) -> None:
         """Before the staged group is written: leave residency if its blocks do not all lie in the GPU pool; go back
         if they do and no block holds anything yet. Changes where rows are, and no result."""
         cache = self.cache
@@ -184,18 +207,21 @@ class EngineCore:
         room = cache.spec.gpu_tokens // BLOCK_SIZE
         fits = all(max(sequence.blocks) < room for sequence in scheduler.staged)
         if cache.resident and not fits:
-            num_blocks = max((b for b in scheduler.blocks.live_blocks() if b < room), default=-1) + 1
+            num_blocks = max((b for b in scheduler.live_blocks() if b < room), default=-1) + 1
             written = [state.written_slots(s.row, len(s.blocks)) for s in scheduler.running.values()]
             nothing = torch.empty(0, dtype=torch.int32, device=self.device)
             cache.leave_residency(num_blocks, torch.cat([nothing, *written]))
         elif not cache.resident and fits:
             unwritten = {b for s in scheduler.staged for b in s.blocks[s.num_cached_tokens // BLOCK_SIZE :]}
-            if unwritten == set(scheduler.blocks.live_blocks()):
+            if unwritten == set(scheduler.live_blocks()):
                 cache.enter_residency()
 
-    def _start(self, group: list[Sequence], scheduler: Scheduler, state: BatchState) -> Iterator[Completion | None]:
+    def _start(
+        self, group: list[Sequence], scheduler: Scheduler | ReplayScheduler, state: BatchState
+    ) -> Iterator[Completion | None]:
         """Prefill a group and sample its first tokens; None after every chunk."""
         started = time.perf_counter()
+        event = None if self.schedule is None else self.schedule.prefill(group)
         for sequence in group:
             state.set_row(sequence, self._stop_ids(sequence.request))
         prompts = [
@@ -234,18 +260,24 @@ class EngineCore:
                 greedy_only=_greedy(group),
             )
         )
-        output = PendingOutput(with_logprobs(step, self.ops, _num_logprobs(group)), None)
-        completions = self._collect(_Launched(dict(enumerate(group)), output), scheduler, state)
+        output = complete_output(step, self.ops, _num_logprobs(group), checksums=event is not None)
+        launched = _Launched(dict(enumerate(group)), PendingOutput(output, None), event)
+        completions = self._collect(launched, scheduler, state)
         self.stats.prefill_groups += 1
         self.stats.prefill_seconds += time.perf_counter() - started
         self._note(scheduler)
         yield from completions
 
-    def _launch(self, scheduler: Scheduler, state: BatchState) -> _Launched:
+    def _launch(self, scheduler: Scheduler | ReplayScheduler, state: BatchState) -> _Launched:
         """Launch one decode step over the running rows, padded to a bucket."""
         rows = dict(scheduler.running)
         running = list(rows.values())
         bucket = self.plan.bucket(max(rows) + 1)
+        event = None
+        if self.schedule is not None:
+            event = self.schedule.step(bucket, rows)
+            if (tokens := self.schedule.forced_tokens(event)) is not None:
+                state.force_tokens(list(rows), tokens)
         # Context at most that many blocks: generated tokens known to the host, and those still in flight.
         longest = max(
             min(s.num_prompt_tokens + len(s.token_ids) + self.plan.lookahead_steps + 1, s.max_context) for s in running
@@ -254,16 +286,21 @@ class EngineCore:
             StepShape(bucket=bucket, greedy_only=_greedy(running), resident=self.cache.resident),
             max_blocks=-(-longest // BLOCK_SIZE),
             num_logprobs=_num_logprobs(running),
+            checksums=event is not None,
         )
         scheduler.note_step()
         self.stats.decode_steps += 1
         self.stats.decode_row_steps += len(running)
         self.stats.resident_steps += self.cache.resident
-        return _Launched(rows, output)
+        return _Launched(rows, output, event)
 
-    def _collect(self, step: _Launched, scheduler: Scheduler, state: BatchState) -> list[Completion]:
+    def _collect(self, step: _Launched, scheduler: Scheduler | ReplayScheduler, state: BatchState) -> list[Completion]:
         """Read one step's tokens; finish rows whose device flag or stop string says so."""
         output = step.output.read()
+        if self.schedule is not None and step.event is not None:
+            assert output.checksums is not None
+            columns = (output.tokens, output.codes, output.checksums)
+            self.schedule.result(step.event, *([column[i] for i in step.rows] for column in columns))
         finished = []
         for index, sequence in step.rows.items():
             token, code = output.tokens[index], output.codes[index]
@@ -294,11 +331,9 @@ class EngineCore:
             return "stop"
         return "length" if code == LENGTH else None
 
-    def _leave(self, sequence: Sequence, scheduler: Scheduler, state: BatchState) -> None:
+    def _leave(self, sequence: Sequence, scheduler: Scheduler | ReplayScheduler, state: BatchState) -> None:
         state.clear_row(sequence.row)
-        unused = scheduler.finish(sequence)
-        if unused:
-            self.cache.release(unused)
+        self._release(scheduler.finish(sequence))
 
     def _completed(self, sequence: Sequence, reason: FinishReason) -> Completion:
         text = sequence.stops.finish() if sequence.stops is not None else None
@@ -324,7 +359,7 @@ class EngineCore:
             seconds=time.monotonic() - sequence.started,
         )
 
-    def _note(self, scheduler: Scheduler) -> None:
+    def _note(self, scheduler: Scheduler | ReplayScheduler) -> None:
         stats = self.stats
         stats.running = len(scheduler.running)
         stats.waiting = len(scheduler.waiting) + len(scheduler.staged)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echo_batch.cache.manager import KVCache
 from echo_batch.engine.batch import BatchState
+from echo_batch.engine.checksum import row_checksums
 from echo_batch.engine.decode import StepLogits, decode_step
 from echo_batch.engine.sampler import StepOutput
 from echo_batch.kernels.ops import Ops
@@ -40,6 +41,7 @@ class HostOutput:
     logprobs: list[float] | None = None
     top_logprobs: list[list[float]] | None = None
     top_ids: list[list[int]] | None = None
+    checksums: list[int] | None = None
 
 
 class PendingOutput:
@@ -59,6 +61,7 @@ class PendingOutput:
             logprobs=None if output.logprobs is None else output.logprobs.tolist(),
             top_logprobs=None if output.top_logprobs is None else output.top_logprobs.tolist(),
             top_ids=None if output.top_ids is None else output.top_ids.tolist(),
+            checksums=None if output.checksums is None else output.checksums.tolist(),
         )
 
 
@@ -71,7 +74,9 @@ class EagerRunner:
     ops: Ops
     state: BatchState
 
-    def launch(self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None) -> PendingOutput:
+    def launch(
+        self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None, checksums: bool = False
+    ) -> PendingOutput:
         """One step over the first `shape.bucket` rows; `max_blocks` bounds every active row's context in blocks."""
         step = decode_step(
             self.model,
@@ -82,7 +87,7 @@ class EagerRunner:
             max_blocks=max_blocks,
             greedy_only=shape.greedy_only,
         )
-        return PendingOutput(with_logprobs(step, self.ops, num_logprobs), None)
+        return PendingOutput(complete_output(step, self.ops, num_logprobs, checksums=checksums), None)
 
 
 @dataclass(slots=True)
@@ -121,7 +126,7 @@ class GraphRunner:
         if not self._ring:
             capacity = self.state.token_ids.shape[0]
             for _ in range(self.depth + 1):
-                buffer = torch.empty((2, capacity), dtype=torch.int64, pin_memory=True)
+                buffer = torch.empty((3, capacity), dtype=torch.int64, pin_memory=True)
                 self._ring.append((buffer, torch.cuda.Event()))
         active = self.state.active.clone()
         self.state.active.fill_(False)
@@ -135,7 +140,9 @@ class GraphRunner:
         self.report.seconds += time.perf_counter() - started
         self.report.memory_bytes += torch.cuda.memory_reserved() - before
 
-    def launch(self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None) -> PendingOutput:
+    def launch(
+        self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None, checksums: bool = False
+    ) -> PendingOutput:
         """One step over the first `shape.bucket` rows: one graph launch, and copies of its result."""
         if shape not in self._graphs:
             # A sampler that the job's defaults did not ask for (a row's own temperature, say), or a resident batch
@@ -145,7 +152,7 @@ class GraphRunner:
         graph.replay()
         if num_logprobs is not None:
             # Rare: log-probabilities are computed behind the graph from its logits, in tensors of their own.
-            output = with_logprobs(step, self.ops, num_logprobs)
+            output = complete_output(step, self.ops, num_logprobs, checksums=checksums)
             event = torch.cuda.Event()
             output = output._replace(tokens=output.tokens.clone(), codes=output.codes.clone())
             event.record()
@@ -155,8 +162,10 @@ class GraphRunner:
         packed = buffer[:, : shape.bucket]
         packed[0].copy_(step.output.tokens, non_blocking=True)
         packed[1].copy_(step.output.codes, non_blocking=True)
+        if checksums:
+            packed[2].copy_(row_checksums(step.logits), non_blocking=True)
         event.record()
-        return PendingOutput(StepOutput(packed[0], packed[1]), event)
+        return PendingOutput(StepOutput(packed[0], packed[1], checksums=packed[2] if checksums else None), event)
 
     def logits(self, shape: StepShape) -> Tensor:
         """What the last replay of this shape sampled from: fp32 `[bucket, V]`, overwritten by the next."""
@@ -192,9 +201,11 @@ class GraphRunner:
 Runner = EagerRunner | GraphRunner
 
 
-def with_logprobs(step: StepLogits, ops: Ops, num_logprobs: int | None) -> StepOutput:
-    """The step's output, with log-probabilities of the chosen and the likeliest tokens if asked for."""
-    if num_logprobs is None:
-        return step.output
-    tokens = step.output.tokens.clamp(min=0)
-    return StepOutput(step.output.tokens, step.output.codes, *ops.token_logprobs(step.logits, tokens, num_logprobs))
+def complete_output(step: StepLogits, ops: Ops, num_logprobs: int | None, *, checksums: bool = False) -> StepOutput:
+    """The step's output, with log-probabilities of the chosen and the likeliest tokens and checksums of the logits, if
+    asked for."""
+    output = step.output
+    if num_logprobs is not None:
+        chosen, top, top_ids = ops.token_logprobs(step.logits, output.tokens.clamp(min=0), num_logprobs)
+        output = output._replace(logprobs=chosen, top_logprobs=top, top_ids=top_ids)
+    return output._replace(checksums=row_checksums(step.logits)) if checksums else output

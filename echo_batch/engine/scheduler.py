@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from echo_batch.cache.blocks import BlockAllocator
 from echo_batch.cache.prefix import PrefixTree, block_keys
-from echo_batch.engine.policy import GroupState
+from echo_batch.engine.policy import Costs, GroupState, should_prefill
 from echo_batch.engine.sequence import Sequence
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.request import RowFailure
@@ -154,6 +154,14 @@ class Scheduler:
             groups_since_step=self._groups_since_step,
             max_num_seqs=self.limits.max_num_seqs,
         )
+
+    def wants_prefill(self, costs: Costs) -> bool:
+        """Whether to prefill the staged group now (or else to decode)."""
+        return should_prefill(self.group_state(), costs)
+
+    def live_blocks(self) -> list[int]:
+        """Blocks in use, ascending."""
+        return self.blocks.live_blocks()
 
     def start(self) -> list[Sequence]:
         """The staged sequences, which are running from now on: a prefill group, providers of a prefix first."""

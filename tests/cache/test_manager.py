@@ -160,6 +160,24 @@ def test_recall_brings_the_bytes_of_the_host_row() -> None:
         cache.check_invariants()
 
 
+def test_the_newest_token_is_never_a_miss() -> None:
+    """A token's row is on the GPU from its own step on: neither that step nor the next ones recall it."""
+    cache = offloaded(gpu_tokens=128)
+    fill_host(cache, 20)
+    select(cache, *range(20))
+    for position in range(20, 60):
+        cache.begin_step()
+        before = cache.counters().recalled_rows
+        cache.append_all(ints(position))
+        for group, layers in enumerate(cache.spec.group_layers):
+            resolution = cache.resolve(group, torch.arange(position - 14, position + 1, dtype=torch.int32)[None])
+            for layer in layers:
+                cache.recall(layer, resolution)
+        recalled = [b - a for a, b in zip(before, cache.counters().recalled_rows, strict=True)]
+        # The second group was never told of the prompt: it recalls that, once, and no new token.
+        assert recalled == [0, 14 if position == 20 else 0]
+
+
 def test_a_released_slot_is_no_false_hit() -> None:
     cache = offloaded()
     fill_host(cache, 64)

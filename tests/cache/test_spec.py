@@ -1,8 +1,11 @@
+import pytest
 import torch
 
 from echo_batch.cache.gpu_pool import make_gpu_pool
+from echo_batch.cache.manager import make_cache
 from echo_batch.cache.spec import CacheSpec, minimum_gpu_tokens
 from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.ops import reference_ops
 from tests.cache.driver import small_spec
 
 
@@ -14,6 +17,26 @@ def test_sizes_are_what_is_allocated() -> None:
         assert pool.index_pages.nbytes == spec.index_cache_bytes
         assert sum(field.nbytes for field in pool.maps or ()) == spec.metadata_bytes
     assert spec.host_pool_bytes == 0
+
+
+@pytest.mark.gpu
+def test_device_memory_is_what_the_spec_counts() -> None:
+    spec = CacheSpec(
+        group_layers=((0,), (1, 2)),
+        row_format=RowFormat("fp8"),
+        index_format=IndexFormat("fp8"),
+        index_topk=2048,
+        host_tokens=640_000,
+        gpu_tokens=64_000,
+    )
+    device = torch.device("cuda")
+    before = torch.cuda.memory_allocated(device)
+    cache = make_cache(spec, device, reference_ops(), residency=True)
+    taken = torch.cuda.memory_allocated(device) - before
+    cache.close()
+    counted = spec.gpu_pool_bytes + spec.index_cache_bytes + spec.metadata_bytes
+    # Each tensor is rounded up to the allocator's step, 512 bytes or 2 MiB.
+    assert counted <= taken <= counted + 9 * 2**21
 
 
 def test_sizes_at_full_scale() -> None:
