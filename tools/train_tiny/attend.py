@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.train_tiny.match import MATCH_HEADS, Statements, guide_loss
+from tools.train_tiny.match import MATCH_HEADS, Statements, guide_loss, make_guide
 from tools.train_tiny.model import AttentionParts, IndexParts, Layer, TinyConfig, TinyModel
 
 _QUERY_CHUNK = 1024
@@ -159,12 +159,13 @@ def forward(
     cos, sin = model.angles(torch.arange(length, device=tokens.device).repeat(batch))
     stream = model.model.embed_tokens(tokens.flatten()).float()
     loads: list[Tensor] = []
-    loss, guide = stream.new_zeros(()), stream.new_zeros(())
+    loss, guided = stream.new_zeros(()), stream.new_zeros(())
+    guide = None if statements is None else make_guide(statements)
     for i, layer in enumerate(model.model.layers):
         assert isinstance(layer, Layer)
         parts = ops.before(layer, stream, cos, sin, dtype)
-        if statements is not None and i <= len(MATCH_HEADS):
-            guide = guide + guide_loss(parts, statements, i, config.softmax_scale)
+        if guide is not None and i <= len(MATCH_HEADS):
+            guided = guided + guide_loss(parts, guide, i, config.softmax_scale)
         allowed = None
         if sparse or sampled is not None:
             index = layer.self_attn.indexer(parts.hidden.detach(), parts.q_latent.detach(), cos, sin)
@@ -175,4 +176,4 @@ def forward(
         attended = attend(parts, length, config.softmax_scale, allowed)
         stream, load = ops.after(layer, stream, attended)
         loads.append(load)
-    return ForwardResult(stream, loads, loss, guide)
+    return ForwardResult(stream, loads, loss, guided)

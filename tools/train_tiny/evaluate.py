@@ -13,6 +13,7 @@ values that each query gathers by its own top k. Modes:
 """
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ Mode = Literal["sparse", "dense", "fp8", "random"]
 
 EVAL_SEED = 77
 _QUERY_CHUNK = 2048
-_CHUNK_PROMPTS = 25
+_CHUNK_PROMPTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,6 @@ def make_chunk(indices: range, *, task: TaskName, tokens: int, filler: Path, mod
         answer: list[int] = tokenizer.encode(made.answer, add_special_tokens=False).ids
         questions.append(Question([*prompt, *answer, EOS], len(answer) + 1))
     return questions
-
-
-def make_questions(
-    pool: ProcessPoolExecutor, task: TaskName, tokens: int, count: int, filler: Path, model_dir: Path
-) -> Iterator[Question]:
-    """`count` questions of one cell, in order."""
-    make = partial(make_chunk, task=task, tokens=tokens, filler=filler, model_dir=model_dir)
-    chunks = [range(lo, min(lo + _CHUNK_PROMPTS, count)) for lo in range(0, count, _CHUNK_PROMPTS)]
-    return chain.from_iterable(pool.map(make, chunks))
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:
@@ -154,12 +146,13 @@ def randomize_indexer(model: TinyModel, seed: int) -> None:
 
 
 def evaluate_cell(
-    model: TinyModel, questions: Iterator[Question], mode: Mode, task: TaskName, tokens: int, dtype: torch.dtype
+    model: TinyModel, questions: Sequence[Question], mode: Mode, task: TaskName, tokens: int, dtype: torch.dtype
 ) -> Cell:
     """Run one cell."""
     device = next(model.parameters()).device
     right: list[Tensor] = []
     started = time.monotonic()
+    model.set_round_fp8(mode == "fp8")
     for question in questions:
         ids = torch.tensor(question.ids, device=device)
         guess = answer_logits(model, ids, question.num_answer, mode, dtype).argmax(-1)
@@ -173,21 +166,28 @@ def evaluate_cell(
 def evaluate(
     model_dir: Path, *, filler: Path, modes: Sequence[Mode], lengths: Sequence[int], count: int, workers: int
 ) -> Iterator[Cell]:
-    """All cells of an exported model, one at a time. The random mode runs at the longest length only."""
+    """All cells of an exported model, length by length; every mode is asked the same questions.
+
+    The random mode runs at the longest length only. Prompts are made ahead of their use, in worker processes.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = read_exported(model_dir, TinyConfig()).to(device)
     tasks: tuple[TaskName, ...] = ("passkey", "kv")
+    cells = [(tokens, task) for tokens in lengths for task in tasks]
+    chunks = [range(lo, min(lo + _CHUNK_PROMPTS, count)) for lo in range(0, count, _CHUNK_PROMPTS)]
     with ProcessPoolExecutor(workers) as pool:
-        for mode in modes:
-            model.set_round_fp8(mode == "fp8")
-            if mode == "random":
-                model = read_exported(model_dir, TinyConfig()).to(device)
-                randomize_indexer(model, 5)
-            for tokens in lengths if mode != "random" else [max(lengths)]:
-                for task in tasks:
-                    questions = make_questions(pool, task, tokens, count, filler, model_dir)
-                    yield evaluate_cell(model, questions, mode, task, tokens, dtype)
+        asked = [
+            pool.map(partial(make_chunk, task=task, tokens=tokens, filler=filler, model_dir=model_dir), chunks)
+            for tokens, task in cells
+        ]
+        model = read_exported(model_dir, TinyConfig()).to(device)
+        scrambled = copy.deepcopy(model)
+        randomize_indexer(scrambled, 5)
+        for (tokens, task), made in zip(cells, asked, strict=True):
+            questions = list(chain.from_iterable(made))
+            for mode in modes:
+                if mode != "random" or tokens == max(lengths):
+                    yield evaluate_cell(scrambled if mode == "random" else model, questions, mode, task, tokens, dtype)
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python -m tools.train_tiny.make_demo [OUTPUT]
 
-Columns id, prompt, answer. All are passkeys, which the shipped weights find at every length; key-value questions come
-back when the model has learned them (see its model card). The seed is not one of the evaluation's.
+Columns id, prompt, answer. Passkey and key-value questions alternate; the longest is a key-value question. The seed is
+not one of the evaluation's.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tools.train_tiny.tasks import load_generator
+from tools.train_tiny.tasks import TaskName, load_generator
 
 SIZES: tuple[tuple[int, int], ...] = ((2048, 10), (4096, 4), (8192, 1), (16384, 1))
 DEMO_SEED = 2026
@@ -22,11 +22,13 @@ DEFAULT_OUTPUT = Path(__file__).parents[2] / "examples" / "demo.parquet"
 def demo_rows() -> list[dict[str, str]]:
     """The rows in file order."""
     generator = load_generator(seed=DEMO_SEED)
+    tasks: tuple[TaskName, ...] = ("passkey", "kv")
     rows: list[dict[str, str]] = []
     for tokens, count in SIZES:
         for _ in range(count):
-            made = generator.make("passkey", len(rows), tokens)
-            rows.append({"id": f"passkey-{tokens}-{len(rows):02d}", "prompt": made.prompt, "answer": made.answer})
+            task = tasks[len(rows) % len(tasks)]
+            made = generator.make(task, len(rows), tokens)
+            rows.append({"id": f"{task}-{tokens}-{len(rows):02d}", "prompt": made.prompt, "answer": made.answer})
     return rows
 
 

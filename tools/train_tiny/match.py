@@ -47,39 +47,52 @@ def find_statements(tokens: Tensor, *, hash_id: int, is_key: Tensor, is_digit: T
     return Statements(key, rank)
 
 
-def _log_attention(query: Tensor, key: Tensor, rows: Tensor, scale: float) -> Tensor:
-    """Causal log attention [n, L] of one head: query [n, d] at positions `rows`, key [L, d]."""
-    logits = (query @ key.T).float() * scale
-    future = torch.arange(key.shape[0], device=key.device) > rows[:, None]
-    return logits.masked_fill(future, float("-inf")).log_softmax(-1)
+class Guide(NamedTuple):
+    """Tokens to guide, padded to R a sequence. rows int64 [B, R] positions; rank int64 [B, R], -1 where padded;
+    wanted bool [B, R, L]: places where the answer's next token stands; known bool [B, R]: there is one."""
+
+    rows: Tensor
+    rank: Tensor
+    wanted: Tensor
+    known: Tensor
 
 
-def guide_loss(parts: AttentionParts, statements: Statements, layer: int, scale: float) -> Tensor:
+def make_guide(statements: Statements) -> Guide:
+    """Where the heads of a batch's first _MAX_SEQUENCES sequences should look."""
+    key, rank = (x[:_MAX_SEQUENCES] for x in statements)
+    stated = rank >= 0
+    count = max(1, int(stated.sum(1).max()))
+    rows = stated.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
+    row_key, row_rank = key.gather(1, rows), rank.gather(1, rows)
+    earlier = torch.arange(key.shape[1], device=key.device) < rows[..., None]
+    wanted = (row_key[..., None] == key[:, None]) & (row_rank[..., None] + 1 == rank[:, None]) & earlier
+    wanted &= row_rank[..., None] >= 0
+    return Guide(rows, row_rank, wanted, wanted.any(-1))
+
+
+def _mean_by_sequence(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over sequences of the mean of x [B, R] where `mask`; a sequence without any counts as 0."""
+    return (x.where(mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def guide_loss(parts: AttentionParts, guide: Guide, layer: int, scale: float) -> Tensor:
     """The loss of the guided head of one layer, averaged over sequences.
 
     Tokens of rank 0 count as much as all other ranks together: only they have no digit to go by.
     """
-    length = statements.key.shape[1]
-    batch = min(statements.key.shape[0], _MAX_SEQUENCES)
-    total = parts.query.new_zeros((), dtype=torch.float32)
-    for b in range(batch):
-        key, rank = statements.key[b], statements.rank[b]
-        keys = parts.key[b * length : (b + 1) * length]
-        rows = (rank >= 0).nonzero()[:, 0]
-        if layer == 0:
-            if len(rows):
-                log_prob = _log_attention(parts.query[rows + b * length, KEY_HEAD], keys[:, KEY_HEAD], rows, scale)
-                place = rows - _KEY_DISTANCE - rank[rows]
-                total = total - log_prob.gather(1, place[:, None]).mean() / batch
-            continue
-        position = torch.arange(length, device=rows.device)
-        wanted = (key[rows, None] == key) & (rank[rows, None] + 1 == rank) & (position < rows[:, None])
-        known = wanted.any(1)
-        rows, wanted = rows[known], wanted[known]
-        head = MATCH_HEADS[layer - 1]
-        log_prob = _log_attention(parts.query[rows + b * length, head], keys[:, head], rows, scale)
-        found = log_prob.masked_fill(~wanted, float("-inf")).logsumexp(-1).clamp(min=-_WORST)
-        for group in (found[rank[rows] == 0], found[rank[rows] > 0]):
-            if len(group):
-                total = total - group.mean() / batch
-    return total
+    batch, _, length = guide.wanted.shape
+    head = KEY_HEAD if layer == 0 else MATCH_HEADS[layer - 1]
+    query, key = (x[: batch * length, head].unflatten(0, (batch, length)) for x in parts[:2])
+    query = query.gather(1, guide.rows[..., None].expand(-1, -1, query.shape[-1]))
+    logits = (query @ key.mT).float() * scale
+    future = torch.arange(length, device=logits.device) > guide.rows[..., None]
+    log_prob = logits.masked_fill(future, float("-inf")).log_softmax(-1)
+    if layer == 0:
+        stated = guide.rank >= 0
+        place = torch.where(stated, guide.rows - _KEY_DISTANCE - guide.rank, 0)
+        return -_mean_by_sequence(log_prob.gather(2, place[..., None])[..., 0], stated)
+    # rows without a place to look at are masked before the logarithm, whose gradient would not be finite
+    wanted = guide.wanted | ~guide.known[..., None]
+    found = log_prob.masked_fill(~wanted, float("-inf")).logsumexp(-1).clamp(min=-_WORST)
+    first = guide.known & (guide.rank == 0)
+    return -_mean_by_sequence(found, first) - _mean_by_sequence(found, guide.known & (guide.rank > 0))
