@@ -504,17 +504,17 @@ def _queries_kernel(
         if program % blocks == 0:
             lane = tl.arange(0, ROPE)
             half = tl.arange(0, ROPE // 2)
-            x = tl.load(query_ptrs + NOPE + lane[None, :], mask=inside, other=0.0).to(tl.float32)
-            at = token[:, None] * (ROPE // 2) + half[None, :]
-            cos = tl.load(cos_ptr + at, mask=inside, other=0.0)
-            sin = tl.load(sin_ptr + at, mask=inside, other=0.0)
-            x = rotate(x, cos, sin, INTERLEAVED, TOKENS, ROPE // 2)
-            tl.store(out_ptrs + LATENT + lane[None, :], x.to(absorbed_ptr.dtype.element_ty), mask=inside)
+            rope = tl.load(query_ptrs + NOPE + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+            angle = token[:, None] * (ROPE // 2) + half[None, :]
+            cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
+            sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
+            rotated = rotate(rope, cos, sin, INTERLEAVED, TOKENS, ROPE // 2)
+            tl.store(out_ptrs + LATENT + lane[None, :], rotated.to(absorbed_ptr.dtype.element_ty), mask=inside)
     elif HAS_INDEXER:
-        blocks = tl.cdiv(num_index_heads, INDEX_HEADS)
+        parts = tl.cdiv(num_index_heads, INDEX_HEADS)
         _index_query_part(
-            ((program - num_absorbing) // blocks).to(tl.int64),
-            (program - num_absorbing) % blocks * INDEX_HEADS,
+            ((program - num_absorbing) // parts).to(tl.int64),
+            (program - num_absorbing) % parts * INDEX_HEADS,
             projected_ptr + index_start,
             cos_ptr,
             sin_ptr,
