@@ -334,8 +334,8 @@ def _index_query_part(
     flat = token * num_heads + head
     logits = tl.load(logits_ptr + flat, mask=head < num_heads, other=0.0)
     for part in tl.static_range(1, NUM_PARTS):
-        at = part * num_tokens.to(tl.int64) * num_heads + flat
-        logits += tl.load(logits_ptr + at, mask=head < num_heads, other=0.0)
+        place = (part * num_tokens + token) * num_heads + head
+        logits += tl.load(logits_ptr + place, mask=head < num_heads, other=0.0)
     weights = logits * factor
     value_ptrs = values_ptr + flat[:, None] * DIM + column[None, :]
     if FP8:
