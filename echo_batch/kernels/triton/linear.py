@@ -77,6 +77,7 @@ def _few_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """All rows in one program, the weight as the left operand: that is the side of which tensor cores want 64 rows.
 
@@ -95,7 +96,10 @@ def _few_rows_kernel(
     x_scale_ptrs = x_scale_ptr + read_row * x_scale_row_stride
     weight_scale_ptr += ((tl.program_id(0) * BLOCK_N) // GROUP) * num_blocks
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, num_blocks)):
+    first = split * blocks_per_split
+    # Stages of this loop, not of the launch: so the loads of the scales are pipelined too (10.2 against 10.9 us for
+    # 2240 x 7168, 16.7 against 19.4 for 32768 x 1536 on an H200).
+    for block in tl.range(first, tl.minimum(first + blocks_per_split, num_blocks), num_stages=STAGES):
         weight = tl.load(weight_ptrs + block * GROUP)
         x = tl.load(x_ptrs + block * GROUP)
         scale = tl.load(x_scale_ptrs + block * x_scale_group_stride) * tl.load(weight_scale_ptr + block)
@@ -238,8 +242,8 @@ def _few_rows(values: Tensor, scale: Tensor, weight: QuantizedWeight, out: Tenso
         BLOCK_M=16 if num_rows <= 16 else FEW_ROWS,
         BLOCK_N=128,
         GROUP=QUANT_BLOCK,
+        STAGES=4,
         num_warps=4,
-        num_stages=4,
     )
     if splits > 1:
         _add_splits(target, out)
