@@ -108,7 +108,7 @@ def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
 def sample(logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Choose one token a row: argmax where temperature is 0, else by the Gumbel-max rule among filtered tokens.
 
-    logits fp32 `[B, V]`, returns int64 `[B]`, and bool `[B]`: all of the row's logits are finite (a row that is not gets
+    logits fp32 `[B, V]`, returns int64 `[B]`, and bool `[B]`: all of its logits are finite (a row that is not gets
     any token of the vocabulary). Greedy ties go to the smaller id.
     """
     finite = torch.isfinite(logits).all(dim=-1)
