@@ -165,7 +165,12 @@ def test_residency_changes_no_bit(
 
 def test_an_engine_leaves_residency_with_replays_in_flight(model: Model) -> None:
     device = torch.device("cuda")
-    rows = make_requests(SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), lengths=(70, 90, 20, 200, 80))
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+    limits = (50, 20, 40, 40, 30)
+    rows = [
+        replace(row, sampling=replace(greedy, max_tokens=limit))
+        for row, limit in zip(make_requests(greedy, lengths=(70, 90, 20, 200, 80)), limits, strict=True)
+    ]
     results = []
     for residency in (True, False):
         spec = spec_of(model, gpu_tokens=320)
@@ -177,8 +182,9 @@ def test_an_engine_leaves_residency_with_replays_in_flight(model: Model) -> None
         finally:
             core.close()
     (tokens, stats), (expected, stats_off) = results
-    assert tokens == expected and all(len(t) == 40 for t in tokens.values())
-    assert stats_off.resident_steps == 0 < stats.resident_steps < stats.decode_steps == stats_off.decode_steps
+    assert tokens == expected and [len(tokens[row]) for row in range(5)] == list(limits)
+    # The second row ends first; the fourth, which takes its place, does not fit beside the others.
+    assert stats_off.resident_steps == 0 < stats.resident_steps < 40 < stats.decode_steps == stats_off.decode_steps
 
 
 def test_graph_without_offloading_equals_eager(model: Model, expected: Tensor) -> None:
