@@ -1,7 +1,9 @@
 """Times the cache ops on one GPU by replaying CUDA graphs: `python -m echo_batch.bench.cache_ops [--json PATH]`.
 
-The GPU pool is full and every replay recalls fresh rows, so that each miss evicts. Unless said otherwise the L2 cache
-is overwritten before each replay, as the rest of a decode step does. Times are medians in microseconds, without the
+The GPU pool is full and every replay recalls fresh rows, so that each miss evicts. Missing rows are scattered over the
+whole host pool, as in a decode step of long contexts: rows side by side would come faster, because the GPU translates
+fewer addresses for them. Unless said otherwise the L2 cache is overwritten before each replay, as the rest of a decode
+step does. Times are medians in microseconds, without the
 graph's own launch: the difference between graphs of many and of few layers, divided by the difference in layers.
 """
 
@@ -91,7 +93,9 @@ class Workload:
         self.rows = torch.zeros((GRAPH_LAYERS, BATCH), dtype=torch.int32, device=device)
         self.flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
         self.hot = torch.randperm(BATCH * TOPK, device=device).to(torch.int32)
-        self.fresh = 0
+        absent = host_tokens - gpu_tokens
+        self.absent = (torch.randperm(absent, device=device) + gpu_tokens).to(torch.int32)
+        self.num_used = 0
 
     def fill(self) -> None:
         """Make the slots 0 .. N_G - 1 resident: those of the batch recently used, the others long ago."""
@@ -103,17 +107,18 @@ class Workload:
         maps.priority.copy_(torch.randint(1, 900, maps.priority.shape, dtype=torch.int32, device="cuda"))
         maps.priority[:, : BATCH * TOPK] = 1000
         self.cache.step.fill_(1000)
-        self.fresh = num_rows
+        self.num_used = 0
         for _ in range(2):
             self.inputs(0)
             self.cache.begin_step()
 
     def inputs(self, num_misses: int) -> None:
         """New static inputs: `num_misses` slots of each layer's selection, and all new tokens, are not resident."""
-        if self.fresh + num_misses + BATCH > self.spec.host_tokens:
-            self.fresh = self.spec.gpu_tokens
-        fresh = torch.arange(self.fresh, self.fresh + num_misses + BATCH, dtype=torch.int32, device="cuda")
-        self.fresh += num_misses + BATCH
+        num_fresh = num_misses + BATCH
+        if self.num_used + num_fresh > self.absent.shape[0]:
+            self.num_used = 0
+        fresh = self.absent[self.num_used : self.num_used + num_fresh]
+        self.num_used += num_fresh
         for layer in range(GRAPH_LAYERS):
             selection = self.selected[layer].view(-1)
             selection.copy_(self.hot)
@@ -219,7 +224,7 @@ def time_copies(work: Workload, num_rows: int, *, num_copies: int = 8) -> Result
     """Random rows of the host pool to random rows of the GPU pool."""
     spec, row_bytes = work.spec, work.spec.row_format.row_bytes
     copy_rows = select_cache_ops(torch.device("cuda")).copy_rows
-    sources = [torch.randperm(spec.host_tokens, device="cuda")[:num_rows].to(torch.int32) for _ in range(num_copies)]
+    sources = torch.empty((num_copies, num_rows), dtype=torch.int32, device="cuda")
     targets = [torch.randperm(spec.gpu_tokens, device="cuda")[:num_rows].to(torch.int32) for _ in range(num_copies)]
 
     def body() -> None:
@@ -227,7 +232,12 @@ def time_copies(work: Workload, num_rows: int, *, num_copies: int = 8) -> Result
             layer = i % GRAPH_LAYERS
             copy_rows(work.cache.host_rows(layer), source, work.cache.gpu_rows(layer), target, None)
 
-    us = replay_us(capture(body), lambda: None) / num_copies
+    def before() -> None:
+        # New rows each time: those of the last replay would come faster.
+        torch.randint(spec.host_tokens, sources.shape, dtype=torch.int32, out=sources)
+
+    before()
+    us = replay_us(capture(body), before) / num_copies
     return Result(f"copy {num_rows} rows of {row_bytes} B", us, num_rows * row_bytes / us / 1000)
 
 
@@ -244,24 +254,29 @@ def run(*, host_tokens: int, gpu_tokens: int, misses: Sequence[int], row_format:
 
     print(f"{torch.cuda.get_device_name()}; B={BATCH} k={TOPK} N_H={host_tokens} N_G={gpu_tokens} {row_bytes} B rows")
     print(f"host pool taken and pinned at {work.pin_gib_s:.1f} GiB/s")
+    layer_us = {}
     for n in misses:
-        us = work.per_layer(work.branched, num_misses=n, allocate=True)
+        us = layer_us[n] = work.per_layer(work.branched, num_misses=n, allocate=True)
         add(Result(f"layer, writes on a branch, {n} misses", us, n * row_bytes / us / 1000))
     n = misses[0]
     us = work.per_layer(work.branched, num_misses=n, allocate=True, cold=False)
     add(Result(f"layer, writes on a branch, {n} misses, L2 warm", us))
     add(Result(f"layer, one after the other, {n} misses", work.per_layer(work.serial, num_misses=n)))
     for n in (0, *misses):
-        add(Result(f"resolve and copy, {n} misses", work.per_layer(work.resolve, num_misses=n)))
+        us = work.per_layer(work.resolve, num_misses=n)
+        add(Result(f"resolve and copy, {n} misses", us, n * row_bytes / us / 1000))
     add(Result(f"append {BATCH} rows", work.per_layer(work.append, num_misses=0)))
     add(Result(f"write {BATCH} new rows to both pools", work.per_layer(work.write, num_misses=0, allocate=True)))
-    for n in (37, 256, 2048, 26624):
+    for n in (37, 256, 2048, 4423, 13312, 26624):
         add(time_copies(work, n))
     work.cache.close()
     start = time_step_start(gpu_tokens, host_tokens, appended=False)
     add(Result(f"start of a step, {MODEL_LAYERS} layers", start))
     whole = time_step_start(gpu_tokens, host_tokens, appended=True)
     add(Result(f"append {BATCH} rows in {MODEL_LAYERS} layers", whole - start))
+    for n, us in layer_us.items():
+        # Of the lines above: the layers of a step come one after the other.
+        add(Result(f"whole manager, {MODEL_LAYERS} layers with {n} misses (sum)", whole + MODEL_LAYERS * us))
     return results
 
 
@@ -271,7 +286,7 @@ def main() -> None:
     parser.add_argument("--host-tokens", type=int, default=1_800_000)
     parser.add_argument("--gpu-tokens", type=int, default=200_000)
     parser.add_argument("--rows", choices=("fp8", "bf16"), default="fp8")
-    parser.add_argument("--misses", type=int, nargs="+", default=[37, 500, 1300, 2662])
+    parser.add_argument("--misses", type=int, nargs="+", default=[37, 500, 1300, 2662, 4423, 13312])
     options = parser.parse_args()
     row_format = RowFormat(options.rows)
     results = run(

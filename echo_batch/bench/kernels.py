@@ -17,10 +17,24 @@ import torch
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
+from echo_batch.kernels.cuda import sampling as cuda_sampling
 from echo_batch.kernels.cuda import topk as cuda_topk
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 from echo_batch.kernels.gpu_ops import GpuLibraries, find_libraries
-from echo_batch.kernels.triton import attention, fused, indexer, linear, moe, moe_layout, norm_rope, quant, topk
+from echo_batch.kernels.reference import sampling as reference_sampling
+from echo_batch.kernels.reference.sampling import SamplingTensors
+from echo_batch.kernels.triton import (
+    attention,
+    fused,
+    indexer,
+    linear,
+    moe,
+    moe_layout,
+    norm_rope,
+    quant,
+    sampling,
+    topk,
+)
 from echo_batch.kernels.weights import QuantizedWeight, block_shape
 
 BF16 = torch.bfloat16
@@ -302,6 +316,31 @@ def small_cases(libraries: GpuLibraries) -> Iterator[Case]:
             yield name, case, "triton", [call], 0.0, 0.0
 
 
+def sampling_cases(libraries: GpuLibraries) -> Iterator[Case]:
+    batch, vocab = 32, 129280
+    logits = torch.randn(batch, vocab, device="cuda") * 3
+    gb = logits.numel() * 4e-9
+    yield "sampling", f"B={batch} greedy", "triton", [partial(sampling.greedy_sample, logits)], gb, 0.0
+
+    def filled(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((batch,), value, dtype=dtype, device="cuda")
+
+    for top_p, top_k, min_p in ((1.0, 0, 0.0), (0.95, 0, 0.0), (1.0, 50, 0.0), (0.95, 50, 0.0), (0.95, 0, 0.05)):
+        params = SamplingTensors(
+            temperature=filled(0.7, torch.float32),
+            top_p=filled(top_p, torch.float32),
+            top_k=filled(top_k, torch.int32),
+            min_p=filled(min_p, torch.float32),
+            seed=filled(1, torch.int64),
+            row_id=torch.arange(batch, device="cuda"),
+            position=filled(1000, torch.int32),
+        )
+        case = f"B={batch} top_p={top_p} top_k={top_k} min_p={min_p}"
+        if libraries.cuda_kernels:
+            yield "sampling", case, "cuda", [partial(cuda_sampling.sample, logits, params)], gb, 0.0
+        yield "sampling", case, "torch", [partial(reference_sampling.sample, logits, params)], gb, 0.0
+
+
 GROUPS = {
     "topk": topk_cases,
     "indexer": indexer_cases,
@@ -309,6 +348,7 @@ GROUPS = {
     "linear": linear_cases,
     "moe": moe_cases,
     "small": small_cases,
+    "sampling": sampling_cases,
 }
 
 
