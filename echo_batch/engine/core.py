@@ -18,7 +18,7 @@ from echo_batch.engine.batch import MAX_STOP_IDS, BatchState
 from echo_batch.engine.decode import StepLogits
 from echo_batch.engine.losses import device_loss
 from echo_batch.engine.plan import Plan
-from echo_batch.engine.policy import loaded_token_share, modelled_costs
+from echo_batch.engine.policy import loaded_token_share, modelled_costs, streamed_per_token
 from echo_batch.engine.prefill import Prompt, prefill
 from echo_batch.engine.replay import ReplayScheduler
 from echo_batch.engine.runner import HostOutput, PendingOutput, Runner, StepShape, complete_output
@@ -230,12 +230,15 @@ class EngineCore:
         cached = sum(s.num_cached_tokens for s in group)
         self.stats.cached_tokens += cached
         self.stats.prompt_tokens += cached
+        predicted = torch.empty((self.cache.spec.num_groups, len(group)), device=self.device)
         steps = prefill(
             self.model,
             self.cache,
             self.ops,
             prompts,
             chunk_tokens=self.plan.prefill_chunk_tokens,
+            streamed_per_token=streamed_per_token(self.plan),
+            predicted=predicted,
             on_device=self.device,
         )
         logits, done, before = None, 0, self.stats.prompt_tokens
@@ -250,6 +253,7 @@ class EngineCore:
                 yield None
         rows = torch.tensor([s.row for s in group], device=self.device)
         state.active[rows] = True
+        state.predicted[:, rows] = predicted
         step = StepLogits(
             *sample_rows(
                 state,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echo_batch.cache.spec import CacheSpec
+from echo_batch.engine.prefill_layout import SCORE_BYTES, SLICE_TOKENS
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.models import sizes
 from echo_batch.models.config import ModelConfig
@@ -17,7 +18,7 @@ _RUNTIME_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 """CUDA context, library workspaces, NCCL and captured graphs; on CPU the interpreter and its libraries."""
 
 _SCORE_BYTES = 16
-"""Of one index score in flight: fp32 score, its sortable key, masks of the selection."""
+"""Of one index score in the references: fp32 score, its sortable key, masks of the selection."""
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -92,29 +93,69 @@ def runtime_bytes(kind: Literal["cpu", "cuda"]) -> int:
     return _RUNTIME_BYTES[kind]
 
 
-def chunk_token_bytes(model: ModelConfig, *, dtype: Dtype, context: int) -> int:
-    """Peak bytes inside a layer per token of a prefill chunk that sees `context` tokens."""
+def chunk_bytes(
+    model: ModelConfig, *, dtype: Dtype, kind: Literal["cpu", "cuda"], chunk_tokens: int, context: int
+) -> int:
+    """Peak bytes inside a layer for a prefill chunk whose tokens see up to `context` tokens.
+
+    Attention takes the chunk in slices, the experts see it whole: the larger of both, beside attention's output.
+    """
     width = 4 if dtype == "float32" else 2
+    slice_tokens = min(chunk_tokens, SLICE_TOKENS)
+    scores = min(4 * slice_tokens * context, SCORE_BYTES) * (_SCORE_BYTES // 4 if kind == "cpu" else 1)
+    attention = slice_tokens * _attention_token_bytes(model, width) + scores + chunk_tokens * model.hidden_size * width
+    return max(attention, _mlp_bytes(model, width, chunk_tokens)) + chunk_tokens * model.hidden_size * width
+
+
+def _attention_token_bytes(model: ModelConfig, width: int) -> int:
+    """Of one token inside attention, its index scores apart."""
     heads = model.num_attention_heads
     latent_query = model.kv_lora_rank + model.qk_rope_head_dim
-    residual = 4 * model.hidden_size * (width + 4)
-    query = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim + 2 * latent_query) * width
-    output = heads * (model.kv_lora_rank + model.v_head_dim) * max(width, 4)
+    residual = 2 * model.hidden_size * (width + 4)
+    query = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim + latent_query) * width
+    # The library's kernels give fp32 maxima and sums of each head beside the latent.
+    output = heads * ((model.kv_lora_rank + 2 * model.v_head_dim) * width + 8)
     indexer = model.index_n_heads * model.index_head_dim * 8
-    scores = _SCORE_BYTES * context + 16 * model.index_topk
-    dense = 3 * model.intermediate_size * width
-    moe = model.num_experts_per_tok * (2 * model.hidden_size + 3 * model.moe_intermediate_size) * width
-    return residual + query + output + indexer + scores + max(dense, moe)
+    return residual + query + output + indexer + 16 * model.index_topk
+
+
+def _mlp_bytes(model: ModelConfig, width: int, tokens: int) -> int:
+    """Of the dense or the routed MLP over so many tokens, each expert's rows rounded up to a tile of 128."""
+    residual = tokens * model.hidden_size * (2 * width + 5)
+    dense = tokens * model.intermediate_size * (3 * width + 1)
+    rows = tokens * model.num_experts_per_tok + 128 * min(model.n_routed_experts, tokens * model.num_experts_per_tok)
+    inner = model.moe_intermediate_size
+    routed = rows * (max(model.hidden_size * width, model.hidden_size) + inner * (2 * width + 1))
+    shared = tokens * model.n_shared_experts * inner * (3 * width + 1) + tokens * model.hidden_size * 4
+    return residual + max(dense, routed + shared)
 
 
 def group_token_bytes(model: ModelConfig, *, dtype: Dtype, row: RowFormat, index: IndexFormat) -> int:
-    """Bytes per token of the prompts that are prefilled together: hidden state, KV rows of one selection group's
-    layers, index keys, ids, positions and slots."""
+    """Bytes per token of the prompts that are prefilled together.
+
+    Hidden state; KV rows of one selection group's layers, once more while they are written to the host, and, where the
+    cache is fp8, as bf16 for attention; index keys, as rows and as what a scoring call makes of them; RoPE angles, ids,
+    positions and slots.
+    """
     width = 4 if dtype == "float32" else 2
+    rows = loaded_token_bytes(model, row=row, index=index)
+    return model.hidden_size * width + rows + 4 * row.rope_dim + 40
+
+
+def loaded_token_bytes(model: ModelConfig, *, row: RowFormat, index: IndexFormat) -> int:
+    """Of `group_token_bytes`, what a prefix token takes that is read from the host pool: rows and keys only.
+
+    Its rows are there twice too: those of the next layers are read ahead.
+    """
     layers = max(len(layers) for layers in model.group_layers)
-    return model.hidden_size * width + layers * row.row_bytes + index.row_bytes + 24
+    wide = RowFormat("bf16", latent_dim=row.latent_dim, rope_dim=row.rope_dim).row_bytes if row.kind == "fp8" else 0
+    return layers * (2 * row.row_bytes + wide) + 3 * index.row_bytes
 
 
 def decode_row_bytes(model: ModelConfig, *, dtype: Dtype, context: int) -> int:
     """Peak bytes of a decode step per batch row: a layer's activations, logits and the sampler's copies of them."""
-    return chunk_token_bytes(model, dtype=dtype, context=context) + 16 * model.vocab_size + context // 16
+    width = 4 if dtype == "float32" else 2
+    dense = 3 * model.intermediate_size * width
+    routed = model.num_experts_per_tok * (2 * model.hidden_size + 3 * model.moe_intermediate_size) * width
+    layer = _attention_token_bytes(model, width) + max(dense, routed) + _SCORE_BYTES * context
+    return layer + 16 * model.vocab_size + context // 16

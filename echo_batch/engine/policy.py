@@ -10,10 +10,12 @@ best period for rows that become free at a steady rate, and at most twice the be
 Costs are modelled from the plan, not measured: the same job then makes the same batches, and so the same last bits.
 """
 
+import math
 from dataclasses import dataclass
 
-from echo_batch.engine.memory import group_token_bytes, weight_bytes
+from echo_batch.engine.memory import group_token_bytes, loaded_token_bytes, weight_bytes
 from echo_batch.engine.plan import Plan
+from echo_batch.models.sizes import prefill_flops
 
 MAX_WAIT_STEPS = 256
 """Decode steps that a request which could start waits at most."""
@@ -21,6 +23,8 @@ MAX_WAIT_STEPS = 256
 _MEMORY_BYTES_PER_SECOND = {"cuda": 4e12, "cpu": 2e10}
 _HOST_BYTES_PER_SECOND = {"cuda": 5e10, "cpu": 1e10}
 """For reading prefixes from the host pool."""
+_PREFILL_FLOPS = 5e14
+"""What prefill reaches per second, all its kernels together."""
 _STEP_LAYER_SECONDS = {"cuda": 5e-5, "cpu": 1e-3}
 _GROUP_LAYER_SECONDS = {"cuda": 1e-3, "cpu": 2e-3}
 """Launches and latencies of one layer: a captured decode step, and a prefill group, which is launched op by op."""
@@ -93,11 +97,20 @@ def modelled_costs(plan: Plan) -> Costs:
 
 
 def loaded_token_share(plan: Plan) -> float:
-    """Memory of a prefix token that a prefill group reads from the host pool, as a share of a computed token's.
-
-    It has KV rows and an index key, no hidden state; the keys may be copied once more to stand before a suffix.
-    """
+    """Memory of a prefix token that a prefill group reads from the host pool, as a share of a computed token's."""
     row, index = plan.cache.row_format, plan.cache.index_format
-    layers = max(len(layers) for layers in plan.cache.group_layers)
-    loaded = (layers + 1) * row.row_bytes + 2 * index.row_bytes  # and a layer's rows on their way into the buffer
-    return min(1.0, loaded / group_token_bytes(plan.model, dtype=plan.dtype, row=row, index=index))
+    computed = group_token_bytes(plan.model, dtype=plan.dtype, row=row, index=index)
+    return loaded_token_bytes(plan.model, row=row, index=index) / computed
+
+
+def streamed_per_token(plan: Plan) -> float:
+    """Prefix tokens whose rows of a layer come from the host while that layer is computed for one token.
+
+    A prefix up to so many times as long as what is computed is read whole, under the compute of the layer before.
+    Beyond, reading it would take longer than the compute, and only what is selected is read.
+    """
+    if plan.device == "cpu" or not plan.cache.offload:
+        return math.inf
+    model, tokens = plan.model, 4096
+    compute = prefill_flops(model, 0, tokens) / tokens / model.num_layers / _PREFILL_FLOPS
+    return compute * _HOST_BYTES_PER_SECOND[plan.device] / plan.cache.row_format.row_bytes

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from echo_batch.cache.manager import KVCache, slots_of_blocks
 from echo_batch.engine.prefill_copies import HostCopies
-from echo_batch.engine.prefill_layout import Prompt, Slice, cut, make_layout
+from echo_batch.engine.prefill_layout import SCORE_BYTES, SLICE_TOKENS, Prompt, Slice, cut, make_layout
 from echo_batch.engine.prefill_select import Selector, to_device
 from echo_batch.kernels.formats import RowFormat
 from echo_batch.kernels.ops import Ops
@@ -30,8 +30,6 @@ from echo_batch.models.model import Model, Stream
 
 __all__ = ["Prompt", "make_layout", "prefill"]
 
-SCORE_BYTES = 1 << 30
-"""Index scores of a slice that are there at once, unless the caller says otherwise."""
 _WARM_PROMPTS = 16
 """Prompts whose rows go to the GPU pool together: each call looks at all its rows, and lists so many free ones."""
 
@@ -45,15 +43,15 @@ def prefill(
     *,
     chunk_tokens: int,
     on_device: torch.device,
-    slice_tokens: int | None = None,
+    slice_tokens: int = SLICE_TOKENS,
     score_bytes: int = SCORE_BYTES,
     streamed_per_token: float = float("inf"),
     predicted: Tensor | None = None,
 ) -> Generator[int, None, Tensor]:
     """Run prompts to their ends through the model; returns logits fp32 `[num_prompts, V]` of their last tokens.
 
-    Writes the KV rows and index keys of all computed tokens into the cache. `chunk_tokens` and `slice_tokens` (None:
-    whole chunks) bound the tokens that are inside a layer and inside its attention at once, over all prompts together.
+    Writes the KV rows and index keys of all computed tokens into the cache. `chunk_tokens` and `slice_tokens` bound the
+    tokens that are inside a layer and inside its attention at once, over all prompts together.
     Prefixes in the host pool: all their rows are read, under the compute of the layers before, unless that takes longer
     than the compute, which is as long as `streamed_per_token` of them for every computed token; then only what is
     selected is read. `predicted` (fp32 `[groups, num_prompts]`) receives the k-th scores of the last tokens, NaN where
@@ -62,9 +60,9 @@ def prefill(
     """
     work = _Group(model, cache, ops, prompts, on_device, score_bytes)
     # Selections are needed before any row is read: only a single slice can know them.
-    single = work.total <= (slice_tokens or chunk_tokens)
+    single = work.total <= min(slice_tokens, chunk_tokens)
     recall = single and work.first > streamed_per_token * work.total
-    chunks = cut(prompts, work.layout.starts, chunk_tokens, slice_tokens or chunk_tokens)
+    chunks = cut(prompts, work.layout.starts, chunk_tokens, slice_tokens)
     if predicted is not None:
         predicted.fill_(float("nan"))
     try:
@@ -79,6 +77,7 @@ def prefill(
             if predicted is not None:
                 for number, kth in buffers.last_kth.items():
                     predicted[group, number : number + 1] = torch.where(kth.isfinite(), kth, float("nan"))
+            del buffers  # before there is room for the next ones
     finally:
         work.copies.join()
     return work.logits()

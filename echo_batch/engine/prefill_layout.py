@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from echo_batch.kernels.formats import BLOCK_SIZE
 
+SLICE_TOKENS = 4096
+"""Tokens of a chunk that go through attention at once: enough for its GEMMs, and their absorbed queries are wide."""
+SCORE_BYTES = 1 << 30
+"""Index scores (fp32) that are there at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:

@@ -15,6 +15,7 @@ from echo_batch.engine.policy import (
     loaded_token_share,
     modelled_costs,
     should_prefill,
+    streamed_per_token,
 )
 from echo_batch.engine.scheduler import Limits
 from echo_batch.models.config import ModelConfig
@@ -191,8 +192,11 @@ def test_modelled_costs_by_hand() -> None:
     assert costs.step_seconds == pytest.approx(0.029, abs=0.002)
     assert costs.group_seconds == pytest.approx(0.087, abs=0.003)
     assert costs.load_seconds == pytest.approx(61 * 656 / 5e10)
-    # Two rows of 656 B and two keys of 132 B beside a hidden state of 14,336 B, a row, a key and numbers.
-    assert loaded_token_share(plan) == pytest.approx(1576 / 15_148)
+    # Two rows of 656 B, one of 1,152 B and three keys of 132 B; a computed token has hidden state, angles and numbers.
+    loaded = 2 * 656 + 1152 + 3 * 132
+    assert loaded_token_share(plan) == pytest.approx(loaded / (loaded + 14_336 + 256 + 40))
+    # 1.66 GFLOP of a token in a layer take 3.3 us at 500 TFLOP/s, 656 B take 13 ns at 50 GB/s.
+    assert streamed_per_token(plan) == pytest.approx(253, rel=0.02)
     # One row at a time finds use for few experts: waiting for company pays longer.
     alone = modelled_costs(replace(plan, max_num_seqs=1, num_workers=1))
     assert alone.group_seconds / alone.step_seconds > 5
