@@ -33,6 +33,8 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    offset: int
+    """of its first byte in the file"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     header.pop("__metadata__", None)
     end = 0
     for name, entry in header.items():
-        tensor, tensor_end = _parse_entry(path, name, entry)
+        tensor, tensor_end = _parse_entry(path, name, entry, 8 + header_bytes)
         end = max(end, tensor_end)
         yield name, tensor
     expected_bytes = 8 + header_bytes + end
@@ -171,8 +173,8 @@ def read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         raise ModelError(f"{path} is damaged: {file_bytes} bytes, and its header describes {expected_bytes}")
 
 
-def _parse_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
-    """One header entry -> the tensor and the offset of its end."""
+def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[StoredTensor, int]:
+    """One header entry -> the tensor and where it ends, counted from the start of the data."""
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         num_elements = 1
@@ -186,4 +188,4 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
     # Tensors of dtypes unknown here are nobody's business unless the model needs them (then the dtype check speaks).
     if not well_formed or (bits is not None and num_bytes != num_elements * bits // 8):
         raise ModelError(f"{path} is damaged: its header describes tensor {name} wrongly")
-    return StoredTensor(path, str(dtype), shape, num_bytes), end
+    return StoredTensor(path, str(dtype), shape, num_bytes, data_start + start), end

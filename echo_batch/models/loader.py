@@ -1,12 +1,11 @@
 """From a checked checkpoint (or random numbers) to the weights of a Model, one tensor at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from echo_batch.errors import ModelError
@@ -25,6 +24,7 @@ from echo_batch.models.layers import (
     MoeWeights,
 )
 from echo_batch.models.model import Model
+from echo_batch.models.streaming import DTYPES, TensorReader
 from echo_batch.models.tensors import scale_name
 
 Progress = Callable[[int, int], None]
@@ -40,38 +40,72 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """Tensors of a checked checkpoint."""
+    """Tensors of a checked checkpoint, which must be read in the order of `names`. A context manager."""
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, *, ue8m0: bool, files: ExitStack, progress: Progress | None
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        *,
+        names: Iterable[str],
+        ue8m0: bool,
+        progress: Progress | None,
     ) -> None:
         self._checkpoint = checkpoint
-        self._device = device
         self._ue8m0 = ue8m0
-        self._files = files
         self._progress = progress
-        self._open: dict[Path, safe_open] = {}
         self._read_bytes = 0
+        # Each rank reads only what it holds: that is also what progress counts.
+        wanted = [stored for name in names for stored in self._stored(name)]
+        self._total_bytes = sum(checkpoint.tensors[name].num_bytes for name in wanted)
+        self._reader = TensorReader(((name, checkpoint.tensors[name]) for name in wanted), device)
+
+    def __enter__(self) -> "SafetensorsSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
 
     def read(self, name: str) -> Weight:
-        data = self._tensor(name)
+        data, *scale = (self._take(stored) for stored in self._stored(name))
+        return QuantizedWeight(data, scale[0], self._ue8m0) if scale else data
+
+    def _stored(self, name: str) -> tuple[str, ...]:
+        """What a weight consists of in the files."""
+        return (name, scale_name(name)) if name in self._checkpoint.quantized else (name,)
+
+    def _take(self, name: str) -> Tensor:
+        tensor = self._reader.take(name)
+        self._read_bytes += self._checkpoint.tensors[name].num_bytes
+        if self._progress is not None:
+            self._progress(self._read_bytes, self._total_bytes)
+        return tensor
+
+
+class _NamesOnly:
+    """A source without data that notes what is read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.names: list[str] = []
+        self._checkpoint = checkpoint
+
+    def read(self, name: str) -> Weight:
+        self.names.append(name)
+        stored = self._checkpoint.tensors[name]
+        data = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
         if name not in self._checkpoint.quantized:
             return data
-        return QuantizedWeight(data, self._tensor(scale_name(name)), self._ue8m0)
+        scale = self._checkpoint.tensors[scale_name(name)]
+        return QuantizedWeight(data, torch.empty(scale.shape, device="meta"), False)
 
-    def _tensor(self, name: str) -> Tensor:
-        stored = self._checkpoint.tensors[name]
-        try:
-            if stored.file not in self._open:
-                opened = self._files.enter_context(safe_open(stored.file, framework="pt", device="cpu"))
-                self._open[stored.file] = opened
-            tensor: Tensor = self._open[stored.file].get_tensor(name).to(self._device)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{stored.file}: tensor {name} cannot be read: {error}") from None
-        self._read_bytes += stored.num_bytes
-        if self._progress is not None:
-            self._progress(self._read_bytes, self._checkpoint.num_bytes)
-        return tensor
+
+def read_order(
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, *, keep_quantized: bool, experts: range | None
+) -> list[str]:
+    """The weights that WeightBuilder reads, in its order: it builds a model without data."""
+    source = _NamesOnly(checkpoint)
+    WeightBuilder(config, source, torch.device("meta"), dtype, keep_quantized=keep_quantized, experts=experts).model()
+    return source.names
 
 
 def load_model(
@@ -95,15 +129,18 @@ def load_model(
     """
     assert dtype in (torch.float32, torch.bfloat16), dtype
     keep_quantized = device.type == "cuda" and dtype == torch.bfloat16
-    with ExitStack() as files:
+    with ExitStack() as opened:
         source: TensorSource
         if load_format == "dummy":
             source = DummySource(config, device, dtype=dtype, quantized=keep_quantized, seed=seed)
         else:
             assert path is not None
             checkpoint = check_checkpoint(config, path)
+            names = read_order(config, checkpoint, dtype, keep_quantized=keep_quantized, experts=experts)
             ue8m0 = config.quant is not None and config.quant.ue8m0
-            source = SafetensorsSource(checkpoint, device, ue8m0=ue8m0, files=files, progress=progress)
+            source = opened.enter_context(
+                SafetensorsSource(checkpoint, device, names=names, ue8m0=ue8m0, progress=progress)
+            )
         try:
             weights = WeightBuilder(
                 config, source, device, dtype, keep_quantized=keep_quantized, experts=experts

@@ -1,6 +1,5 @@
 """What the loader makes of files: dequantization, absorption, merging, stacking, quantized weights kept."""
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from echo_batch.kernels.weights import QuantizedWeight, dequantize
 from echo_batch.models.checkpoint import check_checkpoint
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.layers import ModelWeights, MoeWeights
-from echo_batch.models.loader import SafetensorsSource, WeightBuilder, load_model
+from echo_batch.models.loader import SafetensorsSource, WeightBuilder, load_model, read_order
 from tests.checkpoints import FAMILIES, Family, hf_config, quantize_blocks, random_state, write_directory
 from tests.models.oracle import CheckpointFixture
 
@@ -31,8 +30,9 @@ def oracle_state(directory: Path) -> dict[str, Tensor]:
 def build_weights(path: Path, dtype: torch.dtype, *, keep_quantized: bool) -> ModelWeights:
     config = ModelConfig.from_dir(path)
     ue8m0 = config.quant is not None and config.quant.ue8m0
-    with ExitStack() as files:
-        source = SafetensorsSource(check_checkpoint(config, path), CPU, ue8m0=ue8m0, files=files, progress=None)
+    checkpoint = check_checkpoint(config, path)
+    names = read_order(config, checkpoint, dtype, keep_quantized=keep_quantized, experts=None)
+    with SafetensorsSource(checkpoint, CPU, names=names, ue8m0=ue8m0, progress=None) as source:
         return WeightBuilder(config, source, CPU, dtype, keep_quantized=keep_quantized).model()
 
 
@@ -125,3 +125,23 @@ def test_progress_and_formats(tiny_checkpoint: CheckpointFixture) -> None:
     assert (model.row_format.kind, model.row_format.row_bytes) == ("fp8", 656)
     assert (model.index_format.kind, model.index_format.row_bytes) == ("fp8", 132)
     assert model.dtype == torch.bfloat16
+
+
+def test_a_worker_reads_only_its_experts(tiny_checkpoint: CheckpointFixture) -> None:
+    path = tiny_checkpoint("v32", "fp8") / "model"
+    config = ModelConfig.from_dir(path)
+    checkpoint = check_checkpoint(config, path)
+    names = read_order(config, checkpoint, torch.bfloat16, keep_quantized=True, experts=range(4, 8))
+    assert {n.split("experts.")[1].split(".")[0] for n in names if ".experts." in n} == {"4", "5", "6", "7"}
+    calls: list[tuple[int, int]] = []
+    load_model(
+        config,
+        path,
+        device=CPU,
+        dtype=torch.bfloat16,
+        row_kind="fp8",
+        ops=reference_ops(),
+        experts=range(4, 8),
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    assert calls[-1][0] == calls[-1][1] < 0.8 * checkpoint.num_bytes
