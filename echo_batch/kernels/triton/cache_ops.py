@@ -76,10 +76,18 @@ def append(maps: GroupMaps, slots: Tensor, step: Tensor) -> Tensor:
 
 
 def resolve(
-    maps: GroupMaps, selected: Tensor, step: Tensor, host_rows: Tensor, gpu_rows: Tensor, *, max_delay: int = 0
+    maps: GroupMaps,
+    selected: Tensor,
+    step: Tensor,
+    host_rows: Tensor,
+    gpu_rows: Tensor,
+    *,
+    skip: int | None = None,
+    max_delay: int = 0,
 ) -> Resolution:
     """See the reference. Two launches; `host_rows` is pinned memory. `max_delay` > 0 delays programs (tests of races).
 
+    `skip`: candidates that others have taken; default: one per batch row, for the appended tokens.
     The lists of misses have room for all entries; `miss_count` is valid until the next `begin_step`.
     """
     assert maps.priority.shape[0] == 1 and selected.is_contiguous(), (maps.priority.shape, selected.stride())
@@ -93,8 +101,7 @@ def resolve(
         gpu_rows,
         miss_count=maps.counts[0, layout.MISSING :],
         listed_count=maps.counts[0, layout.NUM_LISTED :],
-        # The step's appended tokens, one per batch row, took the first candidates.
-        skip=selected.shape[0],
+        skip=selected.shape[0] if skip is None else skip,
         warm=False,
         max_delay=max_delay,
     )
