@@ -108,7 +108,9 @@ class Generation:
                 if lost := device_loss(error):
                     raise EngineLostError(f"the device failed while the model was loaded: {lost}") from error
                 raise
-        logger.info("model loaded in %.1f s", metrics.seconds["load"])
+        metrics.load_parts = core.startup_seconds
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in core.startup_seconds.items())
+        logger.info("model loaded in %.1f s (%s)", metrics.seconds["load"], parts)
         metrics.host_pool_tokens = plan.cache.host_tokens
         metrics.gpu_pool_tokens = plan.cache.gpu_tokens
         metrics.bytes_per_recall = plan.cache.row_format.row_bytes * plan.cache.num_layers / plan.cache.num_groups

@@ -1,6 +1,8 @@
 """From a plan to an engine: load the weights, allocate the cache, pick the ops."""
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -42,10 +44,15 @@ def build_core(
     schedule, plan = open_schedule(config.engine.schedule, plan)
     device = torch.device(plan.device)
     ops = select_ops(device)
-    # The pools come first: they fail early and cheaply when the machine does not have what the plan counted on.
     residency = config.cache.residency == "auto"
-    cache = make_cache(plan.cache, device, ops, poison=config.cache.poison, residency=residency)
-    try:
+    started = time.perf_counter()
+    with _PoolsBeside(plan, config, device, ops) as pools:
+
+        def told(done: int, total: int) -> None:
+            pools.raise_if_failed()
+            if progress is not None:
+                progress(done, total)
+
         model = load_model(
             model_config,
             None if config.model.path is None else Path(config.model.path),
@@ -55,18 +62,69 @@ def build_core(
             ops=ops,
             load_format=config.model.load_format,
             seed=config.sampling.seed,
-            progress=progress,
+            progress=told,
         )
-    except BaseException:
-        cache.close()
-        raise
-    core = assemble_core(
-        model, cache, ops, plan, eos_token_ids=model_config.eos_token_ids, make_detokenizer=make_detokenizer
-    )
-    core.schedule = schedule
-    if isinstance(core.runner, GraphRunner):
-        core.runner.capture(step_shapes(plan, residency=residency, greedy_only=config.sampling.temperature == 0))
+        seconds = {"weights": time.perf_counter() - started}
+        cache = pools.result()
+        seconds["pools"] = pools.seconds
+        core = assemble_core(
+            model, cache, ops, plan, eos_token_ids=model_config.eos_token_ids, make_detokenizer=make_detokenizer
+        )
+        core.schedule = schedule
+        if isinstance(core.runner, GraphRunner):
+            core.runner.capture(step_shapes(plan, residency=residency, greedy_only=config.sampling.temperature == 0))
+            seconds["capture"] = core.runner.report.seconds
+        core.startup_seconds = seconds
+        pools.keep()
     return core
+
+
+class _PoolsBeside:
+    """The cache of a plan, made in a thread while the weights load: touching and pinning the host pool takes seconds
+    per 10 GB and none of what loading needs. A context manager that closes the cache unless it is told to keep it."""
+
+    def __init__(self, plan: Plan, config: RunConfig, device: torch.device, ops: Ops) -> None:
+        self.seconds = 0.0
+        self._kept = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pools")
+        # Which device is current is a matter of each thread.
+        index = torch.cuda.current_device() if device.type == "cuda" else -1
+
+        def make() -> KVCache:
+            started = time.perf_counter()
+            with torch.cuda.device(index):
+                cache = make_cache(
+                    plan.cache,
+                    device,
+                    ops,
+                    poison=config.cache.poison,
+                    residency=config.cache.residency == "auto",
+                )
+            self.seconds = time.perf_counter() - started
+            return cache
+
+        self._making = self._thread.submit(make)
+
+    def __enter__(self) -> "_PoolsBeside":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        if not self._kept and self._making.exception() is None:
+            self._making.result().close()
+
+    def raise_if_failed(self) -> None:
+        """Loading need not go on when the machine does not have what the plan counted on."""
+        if self._making.done():
+            self._making.result()
+
+    def result(self) -> KVCache:
+        """The cache; waits for it."""
+        return self._making.result()
+
+    def keep(self) -> None:
+        """The cache now belongs to someone else."""
+        self._kept = True
 
 
 def step_shapes(plan: Plan, *, residency: bool, greedy_only: bool) -> list[StepShape]:

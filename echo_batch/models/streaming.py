@@ -58,6 +58,9 @@ class TensorReader:
         piece_bytes: int = PIECE_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            # Which device is current is a matter of each thread.
+            device = torch.device("cuda", torch.cuda.current_device())
         self._wanted = iter(wanted)
         self._device = device
         self._piece_bytes = piece_bytes

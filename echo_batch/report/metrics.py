@@ -151,6 +151,8 @@ class JobMetrics:
     finished_tokens: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    load_parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of the parts of loading, which overlap: weights, pools, capture."""
     cache: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in CACHE_FIELDS})
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
@@ -270,6 +272,7 @@ class JobMetrics:
         now = self.snapshot()
         seconds = {name: round(self._stage_seconds(name), 3) for name in STAGES}
         seconds |= {"prefill": round(now.prefill_seconds, 3), "decode": round(now.decode_seconds, 3)}
+        seconds |= {f"load_{name}": round(part, 3) for name, part in self.load_parts.items()}
         seconds["total"] = round(elapsed, 3)
         row_steps = self._count("decode_row_steps")
         return {
