@@ -1,0 +1,50 @@
+"""The CUDA sources compile for Hopper, in the instances that the real shapes take, without spilling where it matters."""
+
+import importlib.resources
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from echo_batch.kernels.cuda.topk import choose_instance
+
+nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def compile_source(name: str, defines: dict[str, int], out: Path) -> str:
+    """Compile a file of kernels/cuda; what ptxas says about registers."""
+    folder = importlib.resources.files("echo_batch.kernels.cuda")
+    with importlib.resources.as_file(folder) as path:
+        command = ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(out), str(path / name)]
+        result = subprocess.run(
+            command + [f"-D{key}={value}" for key, value in defines.items()], capture_output=True, text=True
+        )
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+@nvcc
+@pytest.mark.parametrize(("num_rows", "width"), [(13, 98304), (18, 98432), (32, 196608), (3, 1 << 20)])
+def test_topk(num_rows: int, width: int, tmp_path: Path) -> None:
+    instance = choose_instance(num_rows, width)
+    defines = dict(
+        CLUSTER=8,
+        THREADS=instance.threads,
+        MIN_BLOCKS=instance.min_blocks,
+        MAX_CHUNKS=instance.chunks,
+        RESIDENT=int(instance.resident),
+        IN_SHARED=int(instance.in_shared),
+        ALIGNED=1,
+    )
+    report = compile_source("topk.cu", defines, tmp_path / "topk.cubin")
+    assert "registers" in report
+    if instance.in_shared and instance.chunks <= 8:
+        assert " 0 bytes spill stores" in report
+
+
+@nvcc
+@pytest.mark.parametrize("aligned", [0, 1])
+def test_sampling(aligned: int, tmp_path: Path) -> None:
+    defines = dict(CLUSTER=8, THREADS=512, MIN_BLOCKS=2, ALIGNED=aligned)
+    assert " 0 bytes spill stores" in compile_source("sampling.cu", defines, tmp_path / "sampling.cubin")

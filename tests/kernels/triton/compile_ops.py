@@ -1,0 +1,161 @@
+"""Compile the decode step's Triton kernels for Hopper on a machine without a GPU: `python -m ...compile_ops`.
+
+The interpreter runs kernels as Python and lets through what the compiler refuses (a name that changes its type in a
+branch, an argument of 1 that becomes a constant). Here every launch compiles its kernel, with the arguments it would
+have on the card, and runs nothing. Needs a process of its own: kernels are made by mode when they are imported.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from echo_batch.kernels.contracts import make_maps
+from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.triton import (
+    cache_ops,
+    fused,
+    linear,
+    moe,
+    norm_rope,
+    quant,
+    row_copy,
+    rows,
+    sampling,
+    slots,
+    topk,
+)
+from echo_batch.kernels.weights import QuantizedWeight, block_shape
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def compile_instead_of_running() -> list[str]:
+    """From now on a launch only compiles; returns the list to which it adds the kernel's name."""
+    compiled: list[str] = []
+    target = GPUTarget("cuda", 90, 32)
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+    )
+    triton.runtime.driver.set_active(driver)
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled.append(self.fn.__name__)
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only  # type: ignore[method-assign]
+    for module in (fused, linear, moe):
+        vars(module)["dot_type"] = lambda x: tl.bfloat16 if x.dtype == BF16 else tl.float32
+    return compiled
+
+
+def weight(*shape: int) -> QuantizedWeight:
+    return QuantizedWeight(torch.empty(shape, dtype=FP8), torch.empty(block_shape(shape)), True)
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def decode_ops(num_tokens: int) -> None:
+    """What a layer and the sampler launch for so many tokens; small sizes stand for the real ones."""
+    t, hidden, heads, index_heads, q_rank = num_tokens, 512, 2, 16, 128
+    cos = sin = zeros(t, 32, dtype=torch.float32)
+    index, kv = IndexFormat("fp8"), RowFormat("fp8")
+    fp32 = {size: zeros(size, dtype=torch.float32) for size in (hidden, q_rank, 512, 128)}
+    _, x = norm_rope.norm_activation(zeros(t, hidden), zeros(t, hidden), fp32[hidden], 1e-6, True)
+    norm_rope.norm_activation(zeros(t, hidden), None, fp32[hidden], 1e-6, None)
+    norm_rope.rope_angles(zeros(t, dtype=torch.int32), zeros(32, dtype=torch.float32))
+    a = linear.linear(x, weight(q_rank + 128 + 576, hidden))
+    first = fused.latent_inputs(
+        a,
+        cos,
+        sin,
+        fp32[q_rank],
+        fp32[512],
+        fp32[128],
+        fp32[128],
+        eps=1e-6,
+        key_eps=1e-6,
+        interleaved=True,
+        index_interleaved=False,
+        row_format=kv,
+        index_format=index,
+        ue8m0=True,
+    )
+    for nope in (128, 192):
+        for has_indexer in (True, False):
+            columns = heads * (nope + 64) + index_heads * 128 * has_indexer
+            fused.attention_queries(
+                linear.linear(first.query, weight(columns, q_rank)),
+                zeros(heads, nope, 512),
+                cos,
+                sin,
+                linear.linear_fp32_parts(x.values, zeros(index_heads, hidden)) if has_indexer else None,
+                num_index_heads=index_heads,
+                interleaved=True,
+                index_interleaved=False,
+                index_format=index,
+            )
+    assert first.index_key is not None
+    slot = zeros(t, dtype=torch.int32)
+    rows.write_index_keys(zeros(4, index.page_bytes, dtype=torch.uint8), slot, first.index_key, index)
+    table = zeros(t, 4, dtype=torch.int32)
+    topk.topk_positions(zeros(t, 256, dtype=torch.float32), slot, 64, fp32[128][:t], update=True, block_table=table)
+    slots.positions_to_slots(slot[:, None], table)
+    values = fused.head_values(zeros(t, heads, 512), zeros(heads, 128, 512), True)
+    linear.linear(values, weight(hidden, heads * 128))
+    experts, inner = 16, 128
+    routing = dict(valid=zeros(t, dtype=torch.bool), num_shared=t, held=range(4, 12))
+    logits = linear.linear_fp32_parts(x.values, zeros(experts, hidden))
+    router_weights, chosen = moe.route(logits, zeros(experts, dtype=torch.float32), 4, 2, 4, True, 2.5, **routing)  # type: ignore[arg-type]
+    stacks = weight(9, 2 * inner, hidden), weight(9, hidden, inner)
+    moe.routed_experts(x, chosen, router_weights, *stacks, dtype=BF16)
+    moe.routed_experts(x, chosen, router_weights, *stacks, addend=zeros(t, hidden))
+    quant.swiglu_quantized(zeros(t, 2 * hidden), ue8m0=True)
+    tokens, finite = sampling.greedy_sample(zeros(t, 5000, dtype=torch.float32))
+    sampling.advance_rows(
+        tokens,
+        finite,
+        finite,
+        token_ids=tokens.clone(),
+        positions=slot.clone(),
+        active=finite.clone(),
+        stop_ids=zeros(t, 4, dtype=torch.int64),
+        last_position=slot,
+    )
+
+
+def step_cache_ops(num_tokens: int) -> None:
+    """What the cache launches in a step."""
+    t, row_bytes = num_tokens, RowFormat("fp8").row_bytes
+    maps = make_maps(2, gpu_tokens=256, host_tokens=512, num_candidates=64, device=torch.device("cpu"))
+    step, slot = zeros(1, dtype=torch.int32), zeros(t, dtype=torch.int32)
+    host, gpu = zeros(512, row_bytes, dtype=torch.uint8), zeros(256, row_bytes, dtype=torch.uint8)
+    cache_ops.begin_step(maps, step)
+    cache_ops.append(maps, slot, step)
+    row_copy.write_rows(zeros(t, row_bytes, dtype=torch.uint8), gpu, slot, host, slot)
+    found = cache_ops.resolve(maps.group(1), zeros(t, 64, dtype=torch.int32), step, host, gpu)
+    row_copy.copy_rows(host, found.miss_slots, gpu, found.miss_rows, found.miss_count)
+    row_copy.copy_rows(host, slot, gpu, None, None)
+    cache_ops.warm(maps.group(0), slot, step)
+    cache_ops.release(maps, slot)
+    cache_ops.violations(maps, step)
+
+
+def main() -> None:
+    compiled = compile_instead_of_running()
+    for num_tokens in (1, 19):
+        decode_ops(num_tokens)
+        step_cache_ops(num_tokens)
+    print(" ".join(sorted(set(compiled))))
+
+
+if __name__ == "__main__":
+    main()
