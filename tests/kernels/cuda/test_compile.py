@@ -1,4 +1,4 @@
-"""The CUDA sources compile for Hopper, in the instances that the real shapes take, without spilling where it matters."""
+"""The CUDA sources compile for Hopper, in the instances that real shapes take, and do not spill where it matters."""
 
 import importlib.resources
 import shutil
