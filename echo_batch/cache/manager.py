@@ -12,6 +12,7 @@ from echo_batch.cache.slots import slots_of_blocks
 from echo_batch.cache.spec import CacheSpec
 from echo_batch.kernels.cache_ops import CacheOps
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.prefetch_ops import PrefetchOps
 
 __all__ = ["CacheCounters", "KVCache", "OffloadedCache", "ResidentCache", "make_cache", "slots_of_blocks"]
 
@@ -26,12 +27,16 @@ def make_cache(
     poison: bool = False,
     cache_ops: CacheOps | None = None,
     residency: bool = False,
+    prefetch_ops: PrefetchOps | None = None,
 ) -> KVCache:
     """The cache of `spec` on `device`; raises ConfigError if the host pool does not fit the machine.
 
-    `poison` fills freed and evicted rows with NaN (debug). `cache_ops`: other than those of the device (tests).
+    `poison` fills freed and evicted rows with NaN (debug). `cache_ops`, `prefetch_ops`: other than those of the device
+    (tests).
     `residency`: with offloading, start resident (the caller then sees to leaving; see OffloadedCache).
     """
     if not spec.offload:
         return ResidentCache(spec, device, ops, poison=poison, cache_ops=cache_ops)
-    return OffloadedCache(spec, device, ops, poison=poison, cache_ops=cache_ops, residency=residency)
+    return OffloadedCache(
+        spec, device, ops, poison=poison, cache_ops=cache_ops, residency=residency, prefetch_ops=prefetch_ops
+    )

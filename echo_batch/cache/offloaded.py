@@ -18,6 +18,7 @@ from torch import Tensor
 from echo_batch.cache.counters import CacheCounters
 from echo_batch.cache.gpu_pool import make_gpu_pool
 from echo_batch.cache.host_pool import HostPool
+from echo_batch.cache.prefetch import PrefetchCounters, make_prefetcher
 from echo_batch.cache.resident import ResidentCache
 from echo_batch.cache.slots import slots_of_blocks
 from echo_batch.cache.spec import CacheSpec
@@ -26,6 +27,7 @@ from echo_batch.kernels.cache_ops import CacheOps, select_cache_ops
 from echo_batch.kernels.contracts import Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.prefetch_ops import PrefetchOps
 from echo_batch.kernels.reference.cache_ops import VIOLATIONS
 
 COMPARE_ROWS = 65536
@@ -47,6 +49,7 @@ class OffloadedCache:
         poison: bool,
         cache_ops: CacheOps | None = None,
         residency: bool = False,
+        prefetch_ops: PrefetchOps | None = None,
     ) -> None:
         assert spec.offload
         self.spec = spec
@@ -62,12 +65,16 @@ class OffloadedCache:
         self._group_maps = [self.maps.group(g) for g in range(spec.num_groups)]
         self._group_of_layer = spec.group_of_layer
         self._is_first = {layers[0] for layers in spec.group_layers}
+        self._prefetcher = make_prefetcher(spec, self._gpu, self._host.rows, ops, prefetch_ops)
+        self._num_reserved = spec.prefetch_rows
+        self._num_appended = 0
         self._residency = residency
         self._by_slot = ResidentCache(spec, device, ops, poison=poison, cache_ops=self._cache_ops, pool=self._gpu)
         self.resident = residency
         """Whether rows are addressed by slot now. Steps must be launched accordingly."""
         self._appended: set[int] = set()
         self._resolved: set[int] = set()
+        self._prefetched: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def may_be_resident(self) -> bool:
@@ -107,15 +114,27 @@ class OffloadedCache:
         """Start a decode step: rows used in earlier steps may be evicted from now on."""
         self._appended.clear()
         self._resolved.clear()
-        self._cache_ops.begin_step(self.maps, self.step)
+        self._cache_ops.begin_step(self.maps, self.step, num_reserved=self._num_reserved)
+
+    def end_step(self) -> None:
+        """End a decode step: all groups are resolved."""
+        if self._prefetcher is not None:
+            self._prefetcher.end(self.step)
 
     def append(self, group: int, slots: Tensor) -> Tensor:
         """Give the step's new tokens `slots` (int32 [B], -1 = none) a GPU row each; returns int32 [B]."""
         return self._append(group, group + 1, slots)[0]
 
     def append_all(self, slots: Tensor) -> Tensor:
-        """`append` for all groups in one launch; returns int32 [groups, B]."""
-        return self._append(0, self.spec.num_groups, slots)
+        """`append` for all groups in one launch, and what has to be before prefetch; returns int32 [groups, B]."""
+        rows = self._append(0, self.spec.num_groups, slots)
+        if self._prefetcher is not None:
+            self._num_appended = slots.shape[0]
+            self._prefetcher.begin(self.step, slots.shape[0])
+            if self.poison:
+                for layer, group in enumerate(self._group_of_layer):
+                    self._cache_ops.fill_rows(self._gpu.rows[layer], self._prefetcher.state.rows[group])
+        return rows
 
     def write(self, layer: int, slots: Tensor, rows: Tensor, kv_rows: Tensor) -> None:
         """Write the new tokens' `kv_rows` (uint8 [B, row_bytes]) to the GPU pool and to the host pool."""
@@ -129,14 +148,37 @@ class OffloadedCache:
         """Indexer keys of a group: uint8 [N_H / BLOCK_SIZE, page_bytes]."""
         return self._gpu.index_pages[group]
 
+    def index_scores(
+        self,
+        group: int,
+        query: Tensor,
+        weights: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        schedule: Tensor | None,
+        predicted: Tensor,
+    ) -> Tensor:
+        """`ops.index_scores_paged` over the group's index keys; with prefetch, rows that will probably be selected are
+        copied meanwhile. predicted fp32 [B]: the k-th score that each row is expected to have."""
+        if self._prefetcher is not None:
+            return self._prefetcher.scores(group, query, weights, block_table, seq_lens, predicted, self.step)
+        pages, fmt = self._gpu.index_pages[group], self.spec.index_format
+        return self._ops.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt, schedule)
+
     def resolve(self, group: int, slots: Tensor) -> Resolution:
         """Make the selection `slots` (int32 [B, k], -1 padded) resident; `recall` must follow for each layer."""
         assert group not in self._resolved, "a group is resolved once per step"
         self._resolved.add(group)
         layers = self.spec.group_layers[group]
+        skip = None
+        if self._prefetcher is not None:
+            self._prefetcher.join()
+            skip = self._num_appended + self._num_reserved
         resolution = self._cache_ops.resolve(
-            self._group_maps[group], slots, self.step, self._host.rows[layers[0]], self._gpu.rows[layers[0]]
+            self._group_maps[group], slots, self.step, self._host.rows[layers[0]], self._gpu.rows[layers[0]], skip=skip
         )
+        if self._prefetcher is not None and len(layers) > 1:
+            self._prefetched[group] = self._prefetcher.rows_to_copy(group)
         if self.poison:
             # The first layer's rows have been copied; those of the others hold what was evicted until they are.
             for layer in layers[1:]:
@@ -154,6 +196,11 @@ class OffloadedCache:
             resolution.miss_rows,
             resolution.miss_count,
         )
+        prefetched = self._prefetched.get(self._group_of_layer[layer])
+        if prefetched is not None:
+            # Into the group's first layer they were copied while it scored.
+            slots, rows = prefetched
+            self._cache_ops.copy_rows(self._host.rows[layer], slots, self._gpu.rows[layer], rows, None)
 
     def gpu_rows(self, layer: int) -> Tensor:
         """The layer's GPU pool: uint8 [N_G, row_bytes]."""
@@ -210,6 +257,13 @@ class OffloadedCache:
         self.step.zero_()
         self._appended.clear()
         self._resolved.clear()
+        self._prefetched.clear()
+        if self._prefetcher is not None:
+            self._prefetcher.reset()
+
+    def prefetch_counters(self) -> PrefetchCounters | None:
+        """What prefetch did, as numbers (waits for the device); None without it."""
+        return None if self._prefetcher is None else self._prefetcher.counters()
 
     def counters(self) -> CacheCounters:
         """Counters as numbers (waits for the device). Resident steps look nothing up and count nothing."""

@@ -50,6 +50,9 @@ class ResidentCache:
     def begin_step(self) -> None:
         """Nothing to do: no row is ever evicted."""
 
+    def end_step(self) -> None:
+        """Nothing to do."""
+
     def append(self, group: int, slots: Tensor) -> Tensor:
         """Rows of new tokens: their slots."""
         return slots
@@ -69,6 +72,20 @@ class ResidentCache:
     def index_pages(self, group: int) -> Tensor:
         """Indexer keys of a group: uint8 [N_H / BLOCK_SIZE, page_bytes]."""
         return self._gpu.index_pages[group]
+
+    def index_scores(
+        self,
+        group: int,
+        query: Tensor,
+        weights: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        schedule: Tensor | None,
+        predicted: Tensor,
+    ) -> Tensor:
+        """`ops.index_scores_paged` over the group's index keys; there is nothing to prefetch."""
+        pages, fmt = self._gpu.index_pages[group], self.spec.index_format
+        return self._ops.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt, schedule)
 
     def resolve(self, group: int, slots: Tensor) -> Resolution:
         """Rows of a selection: its slots; nothing is ever missing."""
@@ -103,6 +120,9 @@ class ResidentCache:
 
     def reset(self) -> None:
         """Nothing to do: there are no maps."""
+
+    def prefetch_counters(self) -> None:
+        """None: nothing is prefetched."""
 
     def counters(self) -> CacheCounters:
         """All zero: without offloading there is nothing to hit or to miss, and counting selections would cost time."""

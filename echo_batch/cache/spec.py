@@ -2,9 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from echo_batch.kernels.cache_layout import AGE_BINS, NUM_COUNTS, NUM_TOTALS
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
+
+PrefetchMode = Literal["off", "branch", "fused"]
+
+MAX_PREFETCH_ROWS = 4096
+"""Per group and step: what the link brings in about the time that the indexer takes for 1.2M tokens on an H200."""
+_PREFETCH_SHARE = 32
+"""Of the GPU pool, prefetch may take one of so many rows, so that guesses cost little of the hit rate."""
+
+_PREFETCH_COUNTER_BYTES = 4 * 8 + 8 * 5
 
 NUM_CANDIDATES = 65536
 """GPU rows per group that are looked up in advance for each step: a batch of 31 may miss all of its 2,048 tokens."""
@@ -26,11 +36,13 @@ class CacheSpec:
     host_tokens: int
     gpu_tokens: int
     offload: bool = True
+    prefetch: PrefetchMode = "off"
 
     def __post_init__(self) -> None:
         assert self.host_tokens > 0 and self.host_tokens % BLOCK_SIZE == 0, self.host_tokens
         assert self.gpu_tokens > 0 and self.gpu_tokens % BLOCK_SIZE == 0, self.gpu_tokens
         assert self.offload or self.gpu_tokens == self.host_tokens
+        assert self.offload or self.prefetch == "off"
 
     @property
     def num_layers(self) -> int:
@@ -54,6 +66,13 @@ class CacheSpec:
         return tuple(group)
 
     @property
+    def prefetch_rows(self) -> int:
+        """GPU rows per group that a step sets aside for prefetch; 0 without."""
+        if self.prefetch == "off":
+            return 0
+        return min(MAX_PREFETCH_ROWS, self.gpu_tokens // _PREFETCH_SHARE)
+
+    @property
     def host_pool_bytes(self) -> int:
         return self.num_layers * self.host_tokens * self.row_format.row_bytes if self.offload else 0
 
@@ -72,6 +91,9 @@ class CacheSpec:
         if not self.offload:
             return 0
         counters = 4 * (2 * AGE_BINS + NUM_COUNTS) + 8 * NUM_TOTALS
+        if self.prefetch_rows:
+            # Rows set aside, the slots they are taken for, counts (kernels/prefetch_state.py).
+            counters += 8 * self.prefetch_rows + _PREFETCH_COUNTER_BYTES
         return self.num_groups * (4 * self.host_tokens + 8 * self.gpu_tokens + 4 * NUM_CANDIDATES + counters)
 
 

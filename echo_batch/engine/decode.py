@@ -90,14 +90,14 @@ def decode_logits(
                 assert inputs.index_query is not None and inputs.index_weights is not None
                 assert inputs.index_key is not None
                 cache.write_index(group, new_slots, inputs.index_key)
-                scores = ops.index_scores_paged(
+                scores = cache.index_scores(
+                    group,
                     inputs.index_query,
                     inputs.index_weights,
-                    cache.index_pages(group),
                     block_table,
                     seq_lens,
-                    spec.index_format,
                     schedule,
+                    predicted[group],
                 )
                 selected, _ = ops.topk_positions(
                     scores, seq_lens, spec.index_topk, predicted[group], update=True, block_table=block_table
@@ -109,5 +109,6 @@ def decode_logits(
             )
             stream = model.attention_output(layer, stream, latent)
             stream = model.ffn(layer, stream, active)
+    cache.end_step()
     has_block = (new_slots >= 0) | ~active
     return model.logits(stream), has_block

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,13 +11,34 @@ from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.reference import cache_ops as reference
 
 
+class BeginStepOp(Protocol):
+    """`cache_ops.begin_step`."""
+
+    def __call__(self, maps: GroupMaps, step: Tensor, *, num_reserved: int = 0) -> None: ...
+
+
+class ResolveOp(Protocol):
+    """`cache_ops.resolve`."""
+
+    def __call__(
+        self,
+        maps: GroupMaps,
+        selected: Tensor,
+        step: Tensor,
+        host_rows: Tensor,
+        gpu_rows: Tensor,
+        *,
+        skip: int | None = None,
+    ) -> Resolution: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOps:
     """One callable per cache op, each with the signature of the reference function it is named after."""
 
-    begin_step: Callable[[GroupMaps, Tensor], None]
+    begin_step: BeginStepOp
     append: Callable[[GroupMaps, Tensor, Tensor], Tensor]
-    resolve: Callable[[GroupMaps, Tensor, Tensor, Tensor, Tensor], Resolution]
+    resolve: ResolveOp
     warm: Callable[[GroupMaps, Tensor, Tensor], Tensor]
     release: Callable[[GroupMaps, Tensor], None]
     violations: Callable[[GroupMaps, Tensor], Tensor]

@@ -22,8 +22,11 @@ from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE
 
 
-def begin_step(maps: GroupMaps, step: Tensor) -> None:
-    """Advance `step` by one: rows used before may be evicted from now on."""
+def begin_step(maps: GroupMaps, step: Tensor, *, num_reserved: int = 0) -> None:
+    """Advance `step` by one: rows used before may be evicted from now on.
+
+    `num_reserved`: rows per group that will be set aside for prefetch; a hint for versions that look for rows here.
+    """
     step += 1
 
 
@@ -53,13 +56,16 @@ def mark_and_claim(maps: GroupMaps, selected: Tensor, step: int) -> Tensor:
     return torch.unique(chosen[rows < 0])
 
 
-def resolve(maps: GroupMaps, selected: Tensor, step: Tensor, host_rows: Tensor, gpu_rows: Tensor) -> Resolution:
+def resolve(
+    maps: GroupMaps, selected: Tensor, step: Tensor, host_rows: Tensor, gpu_rows: Tensor, *, skip: int | None = None
+) -> Resolution:
     """Make every selected slot of one group resident and protect it from eviction in this step.
 
     selected [B, k] holds token slots, -1 padded; a slot may be in several rows. Missing slots get free rows first, then
     the least recently used ones (ties by row), and their bytes are copied from `host_rows` [N_H, row_bytes] to
     `gpu_rows` [N_G, row_bytes] (the pools of the group's first layer). At most once per step and group.
-    Asserts that enough rows are evictable: admission guarantees the minimum pool.
+    Asserts that enough rows are evictable: admission guarantees the minimum pool. `skip`: rows that others have taken
+    from the head of the step's list, where a version has such a list; default one per batch row (appended tokens).
     """
     missing = mark_and_claim(maps, selected, int(step))
     new_rows = _allocate(maps, missing, int(step))

@@ -48,7 +48,7 @@ def count_kernel(priority, age_bins, step, num_rows, R: tl.constexpr):
 
 
 @triton.jit
-def prepare_kernel(counts, age_bins, totals, step, num_rows, C):
+def prepare_kernel(counts, age_bins, totals, step, num_rows, num_reserved, C):
     """Start a step: add the last one's counts to the totals; decide which bins are listed, and where. One warp."""
     group = tl.program_id(0)
     counts += group * NUM_COUNTS
@@ -59,8 +59,8 @@ def prepare_kernel(counts, age_bins, totals, step, num_rows, C):
     last = tl.load(counts + columns, mask=is_total, other=0)
     tl.store(totals + columns, tl.load(totals + columns, mask=is_total, other=0) + last, mask=is_total)
     taken = tl.sum(tl.where((columns == MISSING) | (columns == OFFLOADED), last, 0))
-    # Twice what the last step took, and 1/64 of the pool to be ready for a sudden change.
-    wanted = 2 * taken + num_rows // 64 + 16
+    # Twice what the last step took, and 1/64 of the pool to be ready for a sudden change; and what prefetch sets aside.
+    wanted = 2 * taken + num_rows // 64 + 16 + num_reserved
     bins = tl.arange(0, BINS)
     num = tl.load(age_bins + bins)
     num_older = tl.sum(num) - tl.cumsum(num, 0)

@@ -39,14 +39,14 @@ WINDOW_ROWS = 1024
 CHECK_ITEMS = 1024
 
 
-def begin_step(maps: GroupMaps, step: Tensor) -> None:
+def begin_step(maps: GroupMaps, step: Tensor, *, num_reserved: int = 0) -> None:
     """See the reference; also lists the rows that this step may take. Three launches for all groups together."""
     num_groups, num_rows = maps.priority.shape
     count_kernel[(triton.cdiv(num_rows, SCAN_ROWS), num_groups)](
         maps.priority, maps.age_bins, step, num_rows, R=SCAN_ROWS
     )
     prepare_kernel[(num_groups,)](
-        maps.counts, maps.age_bins, maps.totals, step, num_rows, maps.candidates.shape[1], num_warps=1
+        maps.counts, maps.age_bins, maps.totals, step, num_rows, num_reserved, maps.candidates.shape[1], num_warps=1
     )
     _list(maps, step, only_free=False)
 
