@@ -123,11 +123,13 @@ def _mlp_bytes(model: ModelConfig, width: int, tokens: int) -> int:
     """Of the dense or the routed MLP over so many tokens, each expert's rows rounded up to a tile of 128."""
     residual = tokens * model.hidden_size * (2 * width + 5)
     dense = tokens * model.intermediate_size * (3 * width + 1)
-    rows = tokens * model.num_experts_per_tok + 128 * min(model.n_routed_experts, tokens * model.num_experts_per_tok)
+    # A single shared expert goes with the routed ones.
+    pairs = tokens * (model.num_experts_per_tok + model.n_shared_experts)
+    rows = pairs + 128 * min(model.n_routed_experts + model.n_shared_experts, pairs)
     inner = model.moe_intermediate_size
-    routed = rows * (max(model.hidden_size * width, model.hidden_size) + inner * (2 * width + 1))
-    shared = tokens * model.n_shared_experts * inner * (3 * width + 1) + tokens * model.hidden_size * 4
-    return residual + max(dense, routed + shared)
+    before = model.hidden_size + inner * 2 * width
+    after = model.hidden_size * width + inner * (width + 1)
+    return residual + max(dense, rows * max(before, after))
 
 
 def group_token_bytes(model: ModelConfig, *, dtype: Dtype, row: RowFormat, index: IndexFormat) -> int:

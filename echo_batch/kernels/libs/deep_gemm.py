@@ -148,6 +148,7 @@ class DeepGemm:
         hidden = torch.empty(rows.num_rows, 2 * inner, dtype=x.values.dtype, device=device)
         self._grouped(values, scale, gate_up, hidden, rows.experts_of_rows, per_expert, expected)
         values, scale = swiglu_quantize_rows(hidden, rows, per_expert, ue8m0=down.ue8m0)
+        del hidden  # with many tokens the two largest tensors should not be there at once
         partials = torch.empty(rows.num_rows, width, dtype=x.values.dtype, device=device)
         self._grouped(values, scale, down, partials, rows.experts_of_rows, per_expert, expected)
         return combine(partials, rows.row_of_pair, weights.contiguous(), addend=addend, dtype=dtype)

@@ -401,7 +401,9 @@ def routed_experts(
         num_warps=4,
     )
     hidden = torch.empty(num_pairs, gate_up.shape[1], dtype=x.values.dtype, device=device)
-    partials = torch.empty(num_pairs, width, dtype=x.values.dtype, device=device)
     _grouped_linear(x, gate_up, order, block_expert, hidden, block_m)
-    _grouped_linear(swiglu_activation(hidden, quantization_for(down)), down, order, block_expert, partials, block_m)
+    gated = swiglu_activation(hidden, quantization_for(down))
+    del hidden  # with many tokens the two largest tensors should not be there at once
+    partials = torch.empty(num_pairs, width, dtype=x.values.dtype, device=device)
+    _grouped_linear(gated, down, order, block_expert, partials, block_m)
     return combine(partials, row_of_pair, weights, addend=addend, dtype=dtype)
