@@ -185,6 +185,8 @@ def _json_object(value: Any) -> dict[str, Any]:
 def _check_ranges(config: RunConfig) -> None:
     """Ranges that types do not say; SamplingParams checks its own."""
     engine = config.engine
+    if not config.cache.offload and config.cache.prefetch in ("branch", "fused"):
+        raise ConfigError(f"cache.prefetch is {config.cache.prefetch}, but without offloading nothing is fetched")
     at_least_one = {
         "input.limit": config.input.limit,
         "model.max_model_len": config.model.max_model_len,

@@ -171,7 +171,7 @@ class Generation:
                     self.metrics.read_engine([core.stats])
                     now = time.monotonic()
                     if now - read_at >= _CACHE_READ_SECONDS:
-                        self.metrics.read_cache([core.cache.counters()])
+                        self._read_cache(core)
                         read_at = now
                     self.reporter.step()
         except EngineLostError:
@@ -183,7 +183,11 @@ class Generation:
             self.directory.clear_in_flight()
             raise
         self.metrics.read_engine([core.stats])
-        self.metrics.read_cache([core.cache.counters()])
+        self._read_cache(core)
+
+    def _read_cache(self, core: "EngineCore") -> None:
+        prefetched = core.cache.prefetch_counters()
+        self.metrics.read_cache([core.cache.counters()], [] if prefetched is None else [prefetched])
 
     def _write(self, completion: Completion) -> None:
         self.metrics.add_completion(completion)

@@ -83,6 +83,22 @@ def test_report_log_heartbeat_and_metrics(place: Workplace) -> None:
     assert json.loads((place.run_dir() / "config.json").read_text())["sampling"]["max_tokens"] == 5
 
 
+def test_prefetch_modes_write_the_same_rows(place: Workplace) -> None:
+    source = place.write("rows.jsonl", token_rows((250, 300, 200)))
+    results, reports = [], []
+    for mode in ("off", "branch", "fused"):
+        options = ("--prefetch", mode, "--set", "cache.residency=off", "--max-tokens", "12", "--output-token-ids")
+        outcome = place.run(source, *GREEDY, *options, "-o", place.output(f"{mode}.parquet"))
+        assert outcome.code == 0, outcome.err
+        results.append([row["generated_token_ids"] for row in place.rows(f"{mode}.parquet")])
+        reports.append(place.report(f"{mode}.parquet"))
+    assert results[0] == results[1] == results[2] and all(len(ids) == 12 for ids in results[0])
+    assert [r["plan"]["kv_cache"]["prefetch"] for r in reports] == ["off", "branch", "fused"]
+    assert reports[0]["cache"]["prefetch"] is None
+    for found in (r["cache"]["prefetch"] for r in reports[1:]):
+        assert 0 < found["prefetched"] == found["used"] + found["wasted"] <= found["candidates"]
+
+
 def test_the_log_handler_goes_with_the_job(place: Workplace) -> None:
     logger = logging.getLogger("echo_batch")
     before = (logger.level, logger.propagate, list(logger.handlers))

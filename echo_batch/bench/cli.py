@@ -34,6 +34,7 @@ def decode(
     residency: Annotated[
         str, typer.Option(help="auto (no cache manager while everything fits the GPU pool) or off.")
     ] = "auto",
+    prefetch: Annotated[str, typer.Option(help="off, branch or fused.")] = "off",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     seed: Annotated[int, typer.Option()] = 0,
@@ -45,6 +46,8 @@ def decode(
     try:
         if routing not in ("uniform", "model") or offload not in ("on", "off") or residency not in ("auto", "off"):
             raise typer.BadParameter("--routing is uniform or model, --offload on or off, --residency auto or off")
+        if prefetch not in ("off", "branch", "fused") or (prefetch != "off" and offload == "off"):
+            raise typer.BadParameter("--prefetch is off, branch or fused, and off with --offload off")
         options = DecodeBench(
             model=model,
             num_layers=layers,
@@ -59,6 +62,7 @@ def decode(
             ep_slice=ep_slice,
             offload=offload == "on",
             residency=residency == "auto",
+            prefetch=prefetch,  # type: ignore[arg-type]
             device=device,
             dtype=dtype,
             seed=seed,
@@ -88,7 +92,9 @@ def prefill(
         float, typer.Option(help="Prefix tokens read from the host under the compute of one token; 0: selected only.")
     ] = 200.0,
     gpu_pool: Annotated[str, typer.Option(help="GPU pool in tokens.")] = "110K",
-    host_pool: Annotated[str | None, typer.Option(help="Host pool in tokens; what the prompts need if left out.")] = None,
+    host_pool: Annotated[
+        str | None, typer.Option(help="Host pool in tokens; what the prompts need if left out.")
+    ] = None,
     routing: Annotated[str, typer.Option(help="uniform (independent experts) or model.")] = "uniform",
     ep_slice: Annotated[int, typer.Option(min=1, help="Be one worker of so many that share the experts.")] = 1,
     offload: Annotated[str, typer.Option(help="on or off.")] = "on",

@@ -17,7 +17,7 @@ import torch
 
 from echo_batch.bench.workload import WorkloadModel, WorkloadShape, expert_slice, fill_contexts
 from echo_batch.cache.manager import KVCache, make_cache
-from echo_batch.cache.spec import CacheSpec, minimum_gpu_tokens
+from echo_batch.cache.spec import CacheSpec, PrefetchMode, minimum_gpu_tokens
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.runner import EagerRunner, GraphRunner, StepShape
 from echo_batch.errors import ConfigError
@@ -46,6 +46,7 @@ class DecodeBench:
     ep_slice: int
     offload: bool
     residency: bool
+    prefetch: PrefetchMode
     """With everything in the GPU pool: steps without the cache manager; False measures its cost."""
     device: str
     dtype: str
@@ -83,6 +84,7 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
         host_tokens=options.host_tokens // BLOCK_SIZE * BLOCK_SIZE,
         gpu_tokens=(options.gpu_tokens if options.offload else options.host_tokens) // BLOCK_SIZE * BLOCK_SIZE,
         offload=options.offload,
+        prefetch=options.prefetch,
     )
     need = _slots(options, largest)
     if need > spec.host_tokens:
@@ -155,7 +157,7 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
 
     for _ in range(options.warmup_steps):
         step()
-    before = runner.cache.counters()
+    before, prefetched_before = runner.cache.counters(), runner.cache.prefetch_counters()
     times_ms: list[float] = []
     if on_gpu:
         torch.cuda.synchronize()
@@ -171,7 +173,7 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
             started = time.perf_counter()
             step()
             times_ms.append(1e3 * (time.perf_counter() - started))
-    after = runner.cache.counters()
+    after, prefetched_after = runner.cache.counters(), runner.cache.prefetch_counters()
     selected, hits, recalled, evicted, offloaded = (
         [y - x for x, y in zip(old, new, strict=True)]
         for old, new in zip(
@@ -184,6 +186,7 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
     layers = [len(g) for g in spec.group_layers]
     recalled_bytes = sum(r * n for r, n in zip(recalled, layers, strict=True)) * spec.row_format.row_bytes
     median = statistics.median(times_ms)
+    kernels = _kernels(step) if on_gpu else None
     return {
         "batch": batch,
         "resident": shape.resident,
@@ -197,9 +200,31 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
         "recalled_bytes_per_step": recalled_bytes / options.steps,
         "evicted_rows_per_step": sum(evicted) / options.steps,
         "offloaded_rows_per_step": sum(offloaded) / options.steps,
+        "prefetch_rows_per_step": None
+        if prefetched_before is None or prefetched_after is None
+        else {
+            name: (sum(getattr(prefetched_after, name)) - sum(getattr(prefetched_before, name))) / options.steps
+            for name in ("candidates", "prefetched", "used", "wasted", "late", "dropped")
+        },
         "active_rows_at_end": int(runner.state.active.sum()),
-        "kernels": _kernels(step) if on_gpu else None,
+        "graph_nodes_per_layer": None
+        if kernels is None
+        else round(sum(row["launches"] for row in kernels) / spec.num_layers, 2),
+        "cache_us_per_step": None if kernels is None else _cache_kernels(kernels),
+        "kernels": kernels,
     }
+
+
+_CACHE_KERNELS = (
+    "count_kernel", "prepare_kernel", "list_kernel", "append_kernel", "mark_kernel", "place_kernel",
+    "write_rows_kernel", "copy_rows_kernel", "set_aside_kernel", "claim_kernel", "fetch_kernel",
+)  # fmt: skip
+"""Of kernels/triton: what a step has because of offloading (without it, one plain row write a layer)."""
+
+
+def _cache_kernels(kernels: list[dict[str, Any]]) -> dict[str, float]:
+    """Their microseconds a step, all layers together, by kernel."""
+    return {row["name"]: row["us"] for row in kernels if row["name"] in _CACHE_KERNELS}
 
 
 def _kernels(step: Callable[[], None], replays: int = 5) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Estimates err on the large side: a plan that fits must not run out of memory hou
 from dataclasses import dataclass
 from typing import Literal
 
-from echo_batch.cache.spec import CacheSpec
+from echo_batch.cache.spec import CacheSpec, PrefetchMode
 from echo_batch.engine.prefill_layout import SCORE_BYTES, SLICE_TOKENS
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.models import sizes
@@ -73,8 +73,9 @@ def token_bytes(model: ModelConfig, row: RowFormat, index: IndexFormat, *, offlo
     )
 
 
-def cache_fixed_bytes(model: ModelConfig, row: RowFormat, index: IndexFormat) -> int:
-    """Metadata of an offloading cache that does not grow with its pools: candidate lists and counters."""
+def cache_fixed_bytes(model: ModelConfig, row: RowFormat, index: IndexFormat, *, prefetch: PrefetchMode) -> int:
+    """Metadata of an offloading cache that does not grow with its pools: candidate lists, rows set aside for
+    prefetch (as many as in a large pool) and counters."""
     many = 2**24
     spec = CacheSpec(
         group_layers=model.group_layers,
@@ -83,6 +84,7 @@ def cache_fixed_bytes(model: ModelConfig, row: RowFormat, index: IndexFormat) ->
         index_topk=model.index_topk,
         host_tokens=many,
         gpu_tokens=many,
+        prefetch=prefetch,
     )
     tokens = token_bytes(model, row, index, offload=True)
     return spec.metadata_bytes - many * (tokens.host_map + tokens.gpu_map)

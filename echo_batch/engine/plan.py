@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
-from echo_batch.cache.spec import CacheSpec
+from echo_batch.cache.spec import CacheSpec, PrefetchMode
 from echo_batch.config import RunConfig
 from echo_batch.engine import memory
 from echo_batch.engine.hardware import Hardware
@@ -260,7 +260,8 @@ def _decide(
     chunk = _chunk_tokens(config, hardware, group, chunk_bytes, int(left * _CHUNK_SHARE))
     decode = seqs_bound * memory.decode_row_bytes(model, dtype=dtype, context=longest_row)
     activations = group * group_cost + max(chunk_bytes(chunk), decode)
-    cache_fixed = memory.cache_fixed_bytes(model, row, index) if config.cache.offload else 0
+    prefetch = prefetch_mode(config)
+    cache_fixed = memory.cache_fixed_bytes(model, row, index, prefetch=prefetch) if config.cache.offload else 0
 
     host_share = hardware.host_bytes // workers
     pools = choose_pools(
@@ -292,6 +293,7 @@ def _decide(
         host_tokens=pools.host_tokens,
         gpu_tokens=pools.gpu_tokens,
         offload=config.cache.offload,
+        prefetch=prefetch,
     )
     max_num_seqs = config.engine.max_num_seqs or _auto_seqs(cache, known, workers, longest_row, seqs_bound)
     lookahead = config.engine.lookahead_steps
@@ -340,6 +342,12 @@ def _check_machine(config: RunConfig, hardware: Hardware) -> int:
         what = "a CPU run has one worker" if hardware.kind == "cpu" else f"there are {hardware.num_devices} GPUs"
         raise ConfigError(f"--dp {workers}: {what}")
     return workers
+
+
+def prefetch_mode(config: RunConfig) -> PrefetchMode:
+    """What `cache.prefetch` stands for. auto is off: the fused indexer wins 1 to 12 % of scores, top-k and recall
+    (docs/benchmarks.md), which a whole step has not been measured with."""
+    return "off" if config.cache.prefetch == "auto" or not config.cache.offload else config.cache.prefetch
 
 
 def _group_tokens(

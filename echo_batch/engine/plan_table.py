@@ -63,6 +63,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "row_bytes": cache.row_format.row_bytes,
             "index_format": cache.index_format.kind,
             "offload": cache.offload,
+            "prefetch": cache.prefetch,
             "host_pool_tokens": cache.host_tokens if cache.offload else 0,
             "gpu_pool_tokens": cache.gpu_tokens,
             "minimum_host_pool_tokens": plan.min_host_tokens,
@@ -107,6 +108,7 @@ def plan_summary(plan: Plan) -> str:
     cache, workers = plan.cache, plan.num_workers
     host = (
         f"host pool {cache.host_tokens:,} tokens ({format_bytes(plan.host_pool_bytes)})"
+        + (f", {cache.prefetch} prefetch" if cache.prefetch != "off" else "")
         if cache.offload
         else "no offload"
     )

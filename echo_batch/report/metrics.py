@@ -71,6 +71,25 @@ class CacheCounters(Protocol):
     def offloaded_rows(self) -> Sequence[int]: ...
 
 
+class PrefetchCounters(Protocol):
+    """The same of prefetch."""
+
+    @property
+    def candidates(self) -> Sequence[int]: ...
+    @property
+    def prefetched(self) -> Sequence[int]: ...
+    @property
+    def used(self) -> Sequence[int]: ...
+    @property
+    def wasted(self) -> Sequence[int]: ...
+    @property
+    def late(self) -> Sequence[int]: ...
+    @property
+    def dropped(self) -> Sequence[int]: ...
+
+
+PREFETCH_FIELDS = ("candidates", "prefetched", "used", "wasted", "late", "dropped")
+"""Of PrefetchCounters; see cache/prefetch.py."""
 CACHE_FIELDS = ("selected_rows", "hit_rows", "evicted_rows", "recalled_rows", "offloaded_rows")
 
 
@@ -132,6 +151,8 @@ class JobMetrics:
     host_pool_tokens: int = 0
     gpu_pool_tokens: int = 0
     bytes_per_recall: float = 0.0
+    prefetch: dict[str, int] | None = None
+    """Rows by PREFETCH_FIELDS, all groups together; None without prefetch."""
     peak_device_bytes: int | None = None
     """Most GPU memory held by this start; None on CPU."""
     """Bytes that recalling one row of a selection group copies, summed over the group's layers (mean over groups)."""
@@ -215,8 +236,11 @@ class JobMetrics:
         engines = list(engines)
         self._engine = {name: sum(getattr(engine, name) for engine in engines) for name in ENGINE_FIELDS}
 
-    def read_cache(self, caches: Iterable[CacheCounters]) -> None:
-        """Takes the counters of all caches over (they count from their start)."""
+    def read_cache(self, caches: Iterable[CacheCounters], prefetched: Iterable[PrefetchCounters] = ()) -> None:
+        """Takes the counters of all caches over (they count from their start), with prefetch those of `prefetched`."""
+        counted = list(prefetched)
+        if counted:
+            self.prefetch = {name: sum(sum(getattr(one, name)) for one in counted) for name in PREFETCH_FIELDS}
         caches = list(caches)
         for name in CACHE_FIELDS:
             per_cache = [getattr(cache, name) for cache in caches]
@@ -330,6 +354,7 @@ class JobMetrics:
             "hit_rate": _rounded(ratio(totals["hit_rows"], totals["selected_rows"]), 6),
             **totals,
             "recalled_bytes": self._recalled_bytes(),
+            "prefetch": self.prefetch,
             "groups": groups,
         }
 

@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from echo_batch.cache.gpu_pool import make_gpu_pool
 from echo_batch.cache.manager import make_cache
-from echo_batch.cache.spec import CacheSpec, minimum_gpu_tokens
+from echo_batch.cache.spec import MAX_PREFETCH_ROWS, CacheSpec, minimum_gpu_tokens
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.ops import reference_ops
+from echo_batch.kernels.prefetch_state import make_prefetch_state
 from tests.cache.driver import small_spec
 
 
@@ -52,6 +55,16 @@ def test_sizes_at_full_scale() -> None:
     assert spec.group_of_layer == tuple(range(61))
     # The paper's 4 N_H + 13 N_G bytes for each of 61 layers, and not more.
     assert spec.metadata_bytes < 61 * (4 * 1_800_000 + 13 * 200_000)
+
+
+def test_prefetch_takes_few_rows_and_is_counted() -> None:
+    plain = replace(small_spec(), host_tokens=1_800_000, gpu_tokens=64_000)
+    spec = replace(plain, prefetch="fused")
+    assert plain.prefetch_rows == 0 and spec.prefetch_rows == 2_000
+    assert replace(spec, gpu_tokens=640_000).prefetch_rows == MAX_PREFETCH_ROWS
+    state = make_prefetch_state(spec.num_groups, spec.prefetch_rows, torch.device("cpu"))
+    wasted = 8 * spec.num_groups
+    assert spec.metadata_bytes - plain.metadata_bytes == sum(t.nbytes for t in state) + wasted
 
 
 def test_minimum_pool() -> None:
