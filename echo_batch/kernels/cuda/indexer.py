@@ -161,6 +161,7 @@ def _launch(
     assert supports(num_heads, fmt) and query.dtype == torch.float8_e4m3fn, (query.shape, query.dtype)
     assert query.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
     assert pages.is_contiguous() and pages.shape[1] == fmt.page_bytes and pages.data_ptr() % 16 == 0
+    assert block_table.dtype == seq_lens.dtype == torch.int32, (block_table.dtype, seq_lens.dtype)
     assert block_table.stride(1) == 1 and seq_lens.is_contiguous()
     assert scores.shape == (num_rows, max_blocks * BLOCK_SIZE) and scores.stride(1) == 1, scores.shape
     if num_rows == 0 or max_blocks == 0:

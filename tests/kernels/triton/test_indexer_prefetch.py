@@ -127,9 +127,10 @@ def hopper() -> None:
         pytest.skip("needs a GPU of capability 9.0 and NVRTC")
 
 
-def test_shared_memory_fits() -> None:
-    for heads in (32, 64):
-        assert FUSED.shared_bytes(heads) <= 227 << 10
+@pytest.mark.parametrize("instance", [cuda_indexer.SCORES_ONLY, FUSED])
+def test_shared_memory_stays_below_the_slow_split(instance: cuda_indexer.Instance) -> None:
+    # CUDA keeps 1 KiB a block; what is beyond 132 KiB costs up to a quarter of the speed (docs/prefetch.md).
+    assert instance.shared_bytes(64) + 1024 <= 132 << 10
 
 
 @pytest.mark.gpu
