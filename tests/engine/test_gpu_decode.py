@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echo_batch.bench.workload import fill_contexts
 from echo_batch.cache.manager import KVCache, OffloadedCache, make_cache
-from echo_batch.cache.spec import CacheSpec
+from echo_batch.cache.spec import CacheSpec, PrefetchMode
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.build import assemble_core
 from echo_batch.engine.decode import decode_step
@@ -45,7 +45,7 @@ def model(request: pytest.FixtureRequest, tiny_checkpoint: CheckpointFixture) ->
     )
 
 
-def spec_of(model: Model, *, gpu_tokens: int, offload: bool = True) -> CacheSpec:
+def spec_of(model: Model, *, gpu_tokens: int, offload: bool = True, prefetch: PrefetchMode = "off") -> CacheSpec:
     return CacheSpec(
         group_layers=model.config.group_layers,
         row_format=model.row_format,
@@ -54,6 +54,7 @@ def spec_of(model: Model, *, gpu_tokens: int, offload: bool = True) -> CacheSpec
         host_tokens=4096,
         gpu_tokens=gpu_tokens if offload else 4096,
         offload=offload,
+        prefetch=prefetch,
     )
 
 
@@ -141,6 +142,19 @@ def test_offloading_changes_no_bit(model: Model, expected: Tensor, gpu_tokens: i
     assert torch.equal(torch.stack(steps), expected)
     assert counters is not None and sum(counters.offloaded_rows) == STEPS * BATCH * len(model.config.group_layers)
     assert (sum(counters.evicted_rows) > STEPS) == (gpu_tokens < 4096)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("mode", ["branch", "fused"])
+def test_prefetch_changes_no_bit(model: Model, expected: Tensor, mode: PrefetchMode, graph: bool) -> None:
+    steps = []
+    for logits, cache in run(model, spec_of(model, gpu_tokens=512, prefetch=mode), graph=graph, poison=True):
+        steps.append(logits)
+        if len(steps) % 50 == 0:
+            cache.check_invariants()
+        counters = cache.prefetch_counters() if len(steps) == STEPS else None
+    assert torch.equal(torch.stack(steps), expected)
+    assert counters is not None and sum(counters.used) > 0
 
 
 @pytest.mark.parametrize("graph", [False, True])
