@@ -216,7 +216,7 @@ class _Buffers:
 
 def _read_exactly(descriptor: int, target: Tensor, offset: int) -> None:
     """Fill `target` (uint8, on the CPU) from a file."""
-    view = memoryview(target.numpy())
+    view = target.numpy().data
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
