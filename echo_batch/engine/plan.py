@@ -21,7 +21,7 @@ from echo_batch.sizes import format_bytes, round_up_to_block
 
 _MAX_AUTO_SEQS = {"cuda": 256, "cpu": 32}
 _CHUNK_TOKENS = {"cuda": 16384, "cpu": 1024}
-"""At 16,384 each of 256 experts gets 512 tokens: an eighth of a GEMM's rows is padding, and a layer's experts are read
+"""At 16,384 each of 256 experts gets 512 tokens: a ninth of a GEMM's rows is padding, and a layer's experts are read
 in a twentieth of the time that they compute."""
 _GROUP_TOKENS = {"cuda": 65536, "cpu": 8192}
 _MIN_CHUNK_TOKENS = 256
