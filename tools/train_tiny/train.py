@@ -290,7 +290,7 @@ def small_run() -> tuple[TinyConfig, tuple[Phase, ...]]:
     )  # fmt: skip
     lengths = {256: 128, 512: 256, 1024: 256, 2048: 256, 8192: 256, 32768: 512}
     phases = tuple(
-        replace(p, length=lengths[p.length], batch=8, max_records=2, min_steps=2, max_steps=20, worst=100.0)
+        replace(p, length=lengths[p.length], batch=4, max_records=2, min_steps=2, max_steps=10, worst=100.0)
         for p in PHASES
     )
     return config, phases
