@@ -19,6 +19,7 @@ from torch import Tensor
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.cuda import sampling as cuda_sampling
 from echo_batch.kernels.cuda import topk as cuda_topk
+from echo_batch.kernels.cuda import topk_rows as cuda_topk_rows
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 from echo_batch.kernels.gpu_ops import GpuLibraries, find_libraries
 from echo_batch.kernels.reference import sampling as reference_sampling
@@ -131,6 +132,23 @@ def topk_cases(libraries: GpuLibraries) -> Iterator[Case]:
                     0.0,
                 )
         yield "top-2048", f"B={batch} L={length}", "torch.topk", [partial(scores.topk, TOP_K)], gb, 0.0
+
+
+def topk_rows_cases(libraries: GpuLibraries) -> Iterator[Case]:
+    """Many rows, as in prefill: independent scores, scores alike in groups of eight neighbours, and all equal."""
+    for length in (4096, 8192, 16384, 32768, 98304, 131072):
+        num_rows = 4096 if length <= 32768 else 2048
+        lengths = torch.full((num_rows,), length, dtype=torch.int32, device="cuda")
+        out = torch.empty(num_rows, TOP_K, dtype=torch.int32, device="cuda")
+        independent = torch.randn(num_rows, length, device="cuda")
+        alike = torch.randn(num_rows, length // 8, device="cuda").repeat_interleave(8, 1) + independent
+        gb = independent.numel() * 4e-9
+        for kind, scores in (("", independent), (" alike", alike), (" equal", torch.full_like(alike, 1.5))):
+            case = f"T={num_rows} L={length}{kind}"
+            if libraries.cuda_kernels:
+                yield "top-2048 rows", case, "cuda", [partial(cuda_topk_rows.topk_rows, scores, lengths, out)], gb, 0.0
+        some = independent[:256]
+        yield "top-2048 rows", f"T=256 L={length}", "torch.topk", [partial(some.topk, TOP_K)], gb * 256 / num_rows, 0.0
 
 
 def indexer_cases(libraries: GpuLibraries) -> Iterator[Case]:
@@ -343,6 +361,7 @@ def sampling_cases(libraries: GpuLibraries) -> Iterator[Case]:
 
 GROUPS = {
     "topk": topk_cases,
+    "topk_rows": topk_rows_cases,
     "indexer": indexer_cases,
     "attention": attention_cases,
     "linear": linear_cases,
