@@ -12,7 +12,7 @@ STAMP := $(VENV)/.setup-done
 CONSTRAINTS ?= -c constraints/tools.txt $(if $(shell command -v nvidia-smi),,-c constraints/cpu.txt)
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 
-.PHONY: help setup demo test lint typecheck unit test-gpu bench wheel format clean
+.PHONY: help setup demo test lint typecheck unit test-gpu bench measure wheel format clean
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU.
 
 bench: $(STAMP) ## The measurements (on whatever machine this is).
 	$(BIN)/pytest -m bench -q -s
+
+measure: $(STAMP) ## The GPU tests and every number of docs/benchmarks.md, into out/measure (needs an NVIDIA GPU).
+	$(BIN)/python -m tools.measure out/measure
 
 wheel: $(STAMP) ## Build dist/*.whl.
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
