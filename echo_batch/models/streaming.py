@@ -115,6 +115,8 @@ class TensorReader:
         self._files.clear()
 
     def _work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         buffers = _Buffers(self._device, self._piece_bytes)
         while True:
             with self._changed:

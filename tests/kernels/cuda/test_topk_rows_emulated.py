@@ -1,0 +1,95 @@
+"""The CUDA top-k for many rows on a CPU: the kernel's own source, compiled by the host's C++ compiler (emulation.h)."""
+
+import ctypes
+import importlib.resources
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from echo_batch.kernels.reference.topk_rows import topk_rows as reference
+from tests.kernels.triton.test_topk import KINDS, scores_of
+
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+
+THREADS = 64
+LAUNCHER = """
+extern "C" void run(const float* scores, long long stride, u32 width, const int* lengths, u32 k, int first, int* out,
+                    long long out_stride, float* kth, u32 num_rows) {
+    launch(num_rows, THREADS, sizeof(Shared) + 16 + 16 * ((width + 127) / 128), [&] {
+        topk_rows(scores, stride, width, lengths, k, first, out, out_stride, kth);
+    });
+}
+"""
+
+
+def build(directory: Path, *, aligned: bool, max_list: int) -> ctypes.CDLL:
+    source = importlib.resources.files("echo_batch.kernels.cuda").joinpath("topk_rows.cu").read_text()
+    dynamic = "extern __shared__ __align__(16) unsigned char shared_bytes[];"
+    assert dynamic in source
+    source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
+    header = Path(__file__).with_name("emulation.h")
+    code, library = directory / "topk_rows.cpp", directory / f"topk_rows_{aligned}_{max_list}.so"
+    code.write_text(f'#include "{header}"\n{source}\n{LAUNCHER}')
+    defines = [f"-DTHREADS={THREADS}", "-DMIN_BLOCKS=1", f"-DMAX_LIST={max_list}", f"-DALIGNED={int(aligned)}"]
+    command = [
+        str(COMPILER),
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        *defines,
+        "-o",
+        str(library),
+        str(code),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "unrecognized command-line option" in done.stderr or "barrier: No such file" in done.stderr:
+        pytest.skip("g++ without C++20")
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(
+    scope="module", params=[(False, 4096), (True, 4096), (True, 256)], ids=["scalar", "aligned", "short list"]
+)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """A list of 256 makes most rows take the way through the whole row."""
+    aligned, max_list = request.param
+    return build(tmp_path_factory.mktemp("emulated"), aligned=aligned, max_list=max_list)
+
+
+def run(library: ctypes.CDLL, scores: Tensor, lengths: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
+    num_rows, width = scores.shape
+    out = torch.full((num_rows, k + 5), -7, dtype=torch.int32)
+    kth = torch.empty(num_rows)
+    library.run(
+        ctypes.c_void_p(scores.data_ptr()),
+        ctypes.c_longlong(scores.stride(0)),
+        ctypes.c_uint(width),
+        ctypes.c_void_p(lengths.data_ptr()),
+        ctypes.c_uint(k),
+        ctypes.c_int(first),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_longlong(out.stride(0)),
+        ctypes.c_void_p(kth.data_ptr()),
+        ctypes.c_uint(num_rows),
+    )
+    assert bool((out[:, k:] == -7).all())
+    return out[:, :k], kth
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_as_reference(library: ctypes.CDLL, kind: str) -> None:
+    for width, k in ((2500, 64), (300, 32), (5000, 2048)):
+        scores = scores_of(kind, 5, width, seed=width)
+        lengths = torch.tensor([width, k, k - 1, width - 3, 0], dtype=torch.int32)
+        expected = torch.empty((5, k), dtype=torch.int32)
+        expected_kth = reference(scores, lengths, expected, first=width)
+        positions, kth = run(library, scores, lengths, k, first=width)
+        assert torch.equal(positions, expected) and torch.equal(kth, expected_kth), (width, k)
