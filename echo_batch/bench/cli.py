@@ -85,7 +85,7 @@ def prefill(
     context: Annotated[str, typer.Option(help="Tokens per prompt; 32K is 32,768 here.")] = "32K",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts that are prefilled.")] = 24,
     prefix: Annotated[str, typer.Option(help="All prompts begin with the same so many tokens.")] = "0",
-    chunk: Annotated[str, typer.Option(help="Tokens that the experts see at once.")] = "32K",
+    chunk: Annotated[str, typer.Option(help="Tokens that the experts see at once.")] = "16K",
     slice_: Annotated[str, typer.Option("--slice", help="Tokens inside attention at once.")] = "4K",
     group: Annotated[str, typer.Option(help="Prompt tokens that go through a layer before the next.")] = "64K",
     streamed: Annotated[
