@@ -138,6 +138,29 @@ def prefill(
     print(json.dumps({key: value for key, value in result.items() if key not in ("kernels", "options", "versions")}))
 
 
+@app.command()
+def load(
+    model: Annotated[str, typer.Option(help="Directory with config.json.")],
+    directory: Annotated[str, typer.Option(help="The checkpoint is written here if it is not there yet.")],
+    layers: Annotated[int | None, typer.Option(help="Keep the first layers only.")] = 3,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    json_path: Annotated[str | None, typer.Option("--json", help="Write the result here.")] = None,
+) -> None:
+    """Speed of loading a made-up checkpoint, beside plain reads of the same files."""
+    from echo_batch.bench.decode import write_json
+    from echo_batch.bench.load import LoadBench, run_load_bench
+
+    try:
+        options = LoadBench(model=model, num_layers=layers, directory=directory, device=device)
+        result = run_load_bench(options)
+    except EchoBatchError as error:
+        Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
+        raise typer.Exit(error.exit_code) from error
+    write_json(result, json_path)
+    for run in result["runs"]:
+        print(json.dumps(run))
+
+
 def _context_tokens(text: str) -> int:
     """Tokens of a context; K is 1,024 in benchmarks, as in the papers they are compared with."""
     return int(text[:-1]) * 1024 if text[-1:] in "kK" else int(text)
