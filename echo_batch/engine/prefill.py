@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from echo_batch.cache.manager import KVCache, slots_of_blocks
+from echo_batch.cache.spec import NUM_CANDIDATES
 from echo_batch.engine.prefill_copies import HostCopies
-from echo_batch.engine.prefill_layout import SCORE_BYTES, SLICE_TOKENS, Prompt, Slice, cut, make_layout
+from echo_batch.engine.prefill_layout import SCORE_BYTES, SLICE_TOKENS, Layout, Prompt, Slice, cut, make_layout
 from echo_batch.engine.prefill_select import Selector, to_device
 from echo_batch.kernels.formats import RowFormat
 from echo_batch.kernels.ops import Ops
@@ -30,8 +31,8 @@ from echo_batch.models.model import Model, Stream
 
 __all__ = ["Prompt", "make_layout", "prefill"]
 
-_WARM_PROMPTS = 16
-"""Prompts whose rows go to the GPU pool together: each call looks at all its rows, and lists so many free ones."""
+_WARM_ROWS = NUM_CANDIDATES
+"""Rows that go to the GPU pool together: a call finds no more free ones."""
 
 
 @torch.inference_mode()
@@ -58,11 +59,12 @@ def prefill(
     there is none. Yields the number of tokens times layers done after every chunk, so that the caller can watch for
     signals in a long prefill.
     """
-    work = _Group(model, cache, ops, prompts, on_device, score_bytes)
+    layout = make_layout(prompts)
+    chunks = cut(prompts, layout.starts, chunk_tokens, slice_tokens)
+    work = _Group(model, cache, ops, prompts, layout, chunks, on_device, score_bytes)
     # Selections are needed before any row is read: only a single slice can know them.
     single = work.total <= min(slice_tokens, chunk_tokens)
     recall = single and work.first > streamed_per_token * work.total
-    chunks = cut(prompts, work.layout.starts, chunk_tokens, slice_tokens)
     if predicted is not None:
         predicted.fill_(float("nan"))
     try:
@@ -88,13 +90,14 @@ class _Buffers:
     """One selection group's rows outside the pools; row numbers as in Layout.
 
     kv_rows: uint8 `[rows, row_bytes]` of each layer. wide: the same rows in the format in which attention reads them
-    (the same tensor if that is the cache's). last_rows: buffer rows that the last token of each prompt selects.
+    (the same tensor if that is the cache's). last_rows: buffer rows that the prompts' last tokens select, in the order
+    of the prompts: int32 `[n, <= k]` of each slice in which n > 0 of them end.
     """
 
     kv_rows: list[Tensor]
     wide: list[Tensor]
     keys: Tensor
-    last_rows: dict[int, Tensor]
+    last_rows: list[Tensor]
     last_kth: dict[int, Tensor]
 
 
@@ -107,13 +110,18 @@ class _Group:
         cache: KVCache,
         ops: Ops,
         prompts: Seq[Prompt],
+        layout: Layout,
+        chunks: list[list[Slice]],
         device: torch.device,
         score_bytes: int,
     ) -> None:
         self._model, self._cache, self._ops, self._device = model, cache, ops, device
-        self.layout = make_layout(prompts)
-        self.first, self.total = self.layout.num_loaded, self.layout.num_packed
-        self._selector = Selector(prompts, self.layout, cache.spec, ops, device, score_bytes)
+        self.layout = layout
+        self.first, self.total = layout.num_loaded, layout.num_packed
+        self._selector = Selector(prompts, layout, cache.spec, ops, device, score_bytes)
+        ends = {part.lo: [s.hi - 1 - part.lo for s in part.segments if s.is_last] for parts in chunks for part in parts}
+        # Where prompts end in a slice, by its first token.
+        self._ends = {lo: to_device(index, torch.int64, device) for lo, index in ends.items() if index}
         self._loaded_slots = slots_of_blocks(to_device(self.layout.loaded_blocks, torch.int32, device))
         places = zip(prompts, self._selector.places, strict=True)
         self._slots = torch.cat([place.slots[p.num_cached :] for p, place in places])
@@ -138,7 +146,7 @@ class _Group:
         wide = kv_rows
         if self._wide_format != spec.row_format:
             wide = [self._bytes(rows, self._wide_format.row_bytes) for _ in kv_rows]
-        buffers = _Buffers(kv_rows, wide, keys, {}, {})
+        buffers = _Buffers(kv_rows, wide, keys, [], {})
         if first:
             pages = self._cache.index_pages(group)
             keys[:first] = self._ops.read_index_keys(pages, self._loaded_slots, spec.index_format)
@@ -164,11 +172,11 @@ class _Group:
             self.copies.write(layer, self._slots, rows[first:])
         cache.write_index(group, self._slots, buffers.keys[first:])
         slots = torch.cat((self._loaded_slots, self._slots)) if first else self._slots
-        lasts = [buffers.last_rows[number] for number in sorted(buffers.last_rows)]
-        for start in range(0, len(lasts), _WARM_PROMPTS):
-            rows = torch.cat(lasts[start : start + _WARM_PROMPTS])
-            index = rows.clamp(min=0)
-            cache.warm(group, torch.where(rows >= 0, slots[index], -1), [kv[index] for kv in buffers.kv_rows])
+        for lasts in buffers.last_rows:
+            for part in lasts.split(max(1, _WARM_ROWS // lasts.shape[1])):
+                rows = part.flatten()
+                index = rows.clamp(min=0)
+                cache.warm(group, torch.where(rows >= 0, slots[index], -1), [kv[index] for kv in buffers.kv_rows])
 
     def logits(self) -> Tensor:
         """fp32 `[num_prompts, V]` of the prompts' last tokens."""
@@ -190,9 +198,8 @@ class _Group:
                 assert inputs.index_key is not None
                 buffers.keys[own] = inputs.index_key
                 selections.append(self._selector.select(part, inputs, buffers.keys, buffers.last_kth))
-                for segment in part.segments:
-                    if segment.is_last:
-                        buffers.last_rows[segment.prompt] = selections[place][segment.hi - 1 - lo].clone()
+                if lo in self._ends:
+                    buffers.last_rows.append(selections[place][self._ends[lo]])
             if recall:
                 self._recall(buffers, number, layer, selections[place])
             query = inputs.query
