@@ -136,9 +136,17 @@ class OffloadedCache:
                     self._cache_ops.fill_rows(self._gpu.rows[layer], self._prefetcher.state.rows[group])
         return rows
 
-    def write(self, layer: int, slots: Tensor, rows: Tensor, kv_rows: Tensor) -> None:
-        """Write the new tokens' `kv_rows` (uint8 [B, row_bytes]) to the GPU pool and to the host pool."""
-        self._cache_ops.write_rows(kv_rows, self._gpu.rows[layer], rows, self._host.rows[layer], slots)
+    def write(self, layer: int, slots: Tensor, rows: Tensor, kv_rows: Tensor, keys: Tensor | None = None) -> None:
+        """Write the new tokens' `kv_rows` (uint8 [B, row_bytes]) to the GPU pool and to the host pool.
+
+        keys: their packed indexer keys (uint8 [B, index row bytes]), with a group's first layer.
+        """
+        gpu, host = self._gpu.rows[layer], self._host.rows[layer]
+        if keys is None:
+            self._cache_ops.write_rows(kv_rows, gpu, rows, host, slots)
+            return
+        pages = self._gpu.index_pages[self._group_of_layer[layer]]
+        self._cache_ops.write_tokens(kv_rows, gpu, rows, host, slots, keys, pages, self.spec.index_format)
 
     def write_index(self, group: int, slots: Tensor, keys: Tensor) -> None:
         """Write packed indexer keys (uint8 [n, index row bytes]) of `slots` (int32 [n], -1 = none)."""

@@ -61,9 +61,17 @@ class ResidentCache:
         """Rows of new tokens in every group: their slots, int32 [groups, B]."""
         return slots.expand(self.spec.num_groups, -1)
 
-    def write(self, layer: int, slots: Tensor, rows: Tensor, kv_rows: Tensor) -> None:
-        """Write the new tokens' `kv_rows` (uint8 [B, row_bytes]); row -1 is skipped."""
-        self._cache_ops.copy_rows(kv_rows, None, self._gpu.rows[layer], rows, None)
+    def write(self, layer: int, slots: Tensor, rows: Tensor, kv_rows: Tensor, keys: Tensor | None = None) -> None:
+        """Write the new tokens' `kv_rows` (uint8 [B, row_bytes]); row -1 is skipped.
+
+        keys: their packed indexer keys (uint8 [B, index row bytes]), with a group's first layer.
+        """
+        gpu = self._gpu.rows[layer]
+        if keys is None:
+            self._cache_ops.copy_rows(kv_rows, None, gpu, rows, None)
+            return
+        pages = self._gpu.index_pages[self.spec.group_of_layer[layer]]
+        self._cache_ops.write_tokens(kv_rows, gpu, rows, None, slots, keys, pages, self.spec.index_format)
 
     def write_index(self, group: int, slots: Tensor, keys: Tensor) -> None:
         """Write packed indexer keys (uint8 [n, index row bytes]) of `slots` (int32 [n], -1 = none)."""

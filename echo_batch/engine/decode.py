@@ -84,12 +84,10 @@ def decode_logits(
         resolution = None
         for layer in layers:
             stream, inputs = model.attention_inputs(layer, stream, angles)
-            cache.write(layer, new_slots, new_rows, inputs.kv_row)
+            cache.write(layer, new_slots, new_rows, inputs.kv_row, inputs.index_key)
             if resolution is None:
                 # The group's first layer selects; the others reuse its selection (IndexShare).
                 assert inputs.index_query is not None and inputs.index_weights is not None
-                assert inputs.index_key is not None
-                cache.write_index(group, new_slots, inputs.index_key)
                 scores = cache.index_scores(
                     group,
                     inputs.index_query,

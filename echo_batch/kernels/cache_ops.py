@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from echo_batch.kernels.contracts import GroupMaps, Resolution
+from echo_batch.kernels.formats import IndexFormat
 from echo_batch.kernels.reference import cache_ops as reference
 
 
@@ -44,6 +45,7 @@ class CacheOps:
     violations: Callable[[GroupMaps, Tensor], Tensor]
     copy_rows: Callable[[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], None]
     write_rows: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_tokens: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, IndexFormat], None]
     fill_rows: Callable[[Tensor, Tensor], None]
 
 
@@ -58,6 +60,7 @@ def reference_cache_ops() -> CacheOps:
         violations=reference.violations,
         copy_rows=reference.copy_rows,
         write_rows=reference.write_rows,
+        write_tokens=reference.write_tokens,
         fill_rows=reference.fill_rows,
     )
 
@@ -76,6 +79,7 @@ def triton_cache_ops() -> CacheOps:
         violations=cache_ops.violations,
         copy_rows=row_copy.copy_rows,
         write_rows=row_copy.write_rows,
+        write_tokens=row_copy.write_tokens,
         fill_rows=row_copy.fill_rows,
     )
 

@@ -6,7 +6,8 @@ import torch
 
 from echo_batch.kernels.cache_layout import EVICTED, FREE, MISSING, OFFLOADED, RECALLED, SELECTED
 from echo_batch.kernels.contracts import GroupMaps, make_maps
-from echo_batch.kernels.reference import cache_ops
+from echo_batch.kernels.formats import IndexFormat
+from echo_batch.kernels.reference import cache_ops, rows
 
 CPU = torch.device("cpu")
 
@@ -105,6 +106,18 @@ def test_copies_skip_what_is_not_there() -> None:
     host = torch.zeros((8, 4), dtype=torch.uint8)
     cache_ops.write_rows(source[3:5], target, ints(1, -1), host, ints(-1, 2))
     assert target[1, 0] == 3 and host[:, 0].tolist() == [0, 0, 4, 0, 0, 0, 0, 0]
+
+
+def test_new_tokens_are_written_everywhere_at_once() -> None:
+    fmt = IndexFormat("fp32", head_dim=2)
+    kv_rows, keys = torch.tensor([[5] * 4, [6] * 4], dtype=torch.uint8), torch.tensor([[7] * 8, [8] * 8]).byte()
+    gpu, host = torch.zeros((3, 4), dtype=torch.uint8), torch.zeros((128, 4), dtype=torch.uint8)
+    pages = torch.zeros((2, fmt.page_bytes), dtype=torch.uint8)
+    cache_ops.write_tokens(kv_rows, gpu, ints(2, -1), host, ints(65, -1), keys, pages, fmt)
+    assert gpu[:, 0].tolist() == [0, 0, 5] and host[65, 0] == 5 and int(host.count_nonzero()) == 4
+    assert rows.read_index_keys(pages, ints(65), fmt).tolist() == [[7] * 8] and int(pages.count_nonzero()) == 8
+    cache_ops.write_tokens(kv_rows, gpu, ints(0, 1), None, ints(0, 1), keys, pages, fmt)
+    assert gpu[:, 0].tolist() == [5, 6, 5] and int(host.count_nonzero()) == 4
 
 
 def test_eviction_is_exactly_lru() -> None:

@@ -19,7 +19,8 @@ from echo_batch.kernels.cache_layout import (
     SELECTED,
 )
 from echo_batch.kernels.contracts import GroupMaps, Resolution
-from echo_batch.kernels.formats import BLOCK_SIZE
+from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
+from echo_batch.kernels.reference.rows import write_index_keys
 
 
 def begin_step(maps: GroupMaps, step: Tensor, *, num_reserved: int = 0) -> None:
@@ -154,6 +155,26 @@ def write_rows(kv_rows: Tensor, gpu_rows: Tensor, rows: Tensor, host_rows: Tenso
     """Write new KV rows [B, row_bytes] to the GPU pool at `rows` [B] and to the host pool at `slots` [B]; -1 skips."""
     copy_rows(kv_rows, None, gpu_rows, rows, None)
     copy_rows(kv_rows, None, host_rows, slots, None)
+
+
+def write_tokens(
+    kv_rows: Tensor,
+    gpu_rows: Tensor,
+    rows: Tensor,
+    host_rows: Tensor | None,
+    slots: Tensor,
+    keys: Tensor,
+    pages: Tensor,
+    fmt: IndexFormat,
+) -> None:
+    """`write_rows` (without a host pool if `host_rows` is None) and `rows.write_index_keys` of the same tokens at once.
+
+    keys uint8 [B, index row bytes] go to `slots` of pages uint8 [N_H / BLOCK_SIZE, page_bytes].
+    """
+    copy_rows(kv_rows, None, gpu_rows, rows, None)
+    if host_rows is not None:
+        copy_rows(kv_rows, None, host_rows, slots, None)
+    write_index_keys(pages, slots, keys, fmt)
 
 
 def fill_rows(target: Tensor, index: Tensor) -> None:

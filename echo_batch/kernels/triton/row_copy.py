@@ -1,13 +1,16 @@
 """Copies of cache rows between the host and the GPU pool, by GPU kernels that address pinned host memory directly.
 
-Triton versions of copy_rows, write_rows and fill_rows; contracts in kernels/reference/cache_ops.py. Rows are moved as
-32-bit words in 16-byte vectors, so row_bytes must be a multiple of 16. Launch grids depend on shapes only.
+Triton versions of copy_rows, write_rows, write_tokens and fill_rows; contracts in kernels/reference/cache_ops.py. Rows
+are moved as 32-bit words in 16-byte vectors, so row_bytes must be a multiple of 16. Launch grids depend on shapes only.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
+from echo_batch.kernels.triton.rows import key_bytes, move_key
 
 COPY_PROGRAMS = 256
 COPY_ROWS = 4
@@ -83,6 +86,32 @@ def write_rows_kernel(kv_rows, gpu_pool, rows, host_pool, slots, WORDS: tl.const
     store_row(host_pool, tl.load(slots + i), words, WORDS, BLOCK)
 
 
+@triton.jit
+def write_tokens_kernel(
+    kv_rows,
+    gpu_pool,
+    rows,
+    host_pool,
+    slots,
+    keys,
+    pages,
+    page_bytes,
+    HAS_HOST: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    i = tl.program_id(0)
+    slot = tl.load(slots + i)
+    words = load_row(kv_rows, i, WORDS, BLOCK)
+    store_row(gpu_pool, tl.load(rows + i), words, WORDS, BLOCK)
+    if HAS_HOST:
+        store_row(host_pool, slot, words, WORDS, BLOCK)
+    move_key(pages, slot, keys, i, page_bytes, True, PAGE, VALUE_BYTES, SCALE_BYTES)
+
+
 @triton.jit(do_not_specialize=["n"])
 def fill_rows_kernel(target, index, n, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0)
@@ -133,6 +162,41 @@ def write_rows(kv_rows: Tensor, gpu_rows: Tensor, rows: Tensor, host_rows: Tenso
         slots,
         WORDS=words,
         BLOCK=triton.next_power_of_2(words),
+        num_warps=1,
+    )
+
+
+def write_tokens(
+    kv_rows: Tensor,
+    gpu_rows: Tensor,
+    rows: Tensor,
+    host_rows: Tensor | None,
+    slots: Tensor,
+    keys: Tensor,
+    pages: Tensor,
+    fmt: IndexFormat,
+) -> None:
+    """See the reference. One launch."""
+    kv_words, words = row_words(kv_rows.contiguous())
+    assert keys.is_contiguous() and keys.shape[1] == fmt.row_bytes and pages.stride(1) == 1, (keys.shape, fmt)
+    if kv_rows.shape[0] == 0:
+        return
+    value_bytes, scale_bytes = key_bytes(fmt)
+    write_tokens_kernel[(kv_rows.shape[0],)](
+        kv_words,
+        row_words(gpu_rows)[0],
+        rows,
+        kv_words if host_rows is None else row_words(host_rows)[0],
+        slots,
+        keys,
+        pages,
+        pages.stride(0),
+        HAS_HOST=host_rows is not None,
+        WORDS=words,
+        BLOCK=triton.next_power_of_2(words),
+        PAGE=BLOCK_SIZE,
+        VALUE_BYTES=value_bytes,
+        SCALE_BYTES=scale_bytes,
         num_warps=1,
     )
 

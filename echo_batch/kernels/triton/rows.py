@@ -171,54 +171,72 @@ def quantize_index_query(query: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _move_keys_kernel(
+def move_key(
     pages_ptr,
-    slots_ptr,
+    slot,
     keys_ptr,
+    token,
     page_bytes,
-    row_bytes,
     WRITE: tl.constexpr,
     BLOCK: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):
-    """One key between its page (values of all slots, then scales of all slots) and its packed row."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    """One key between its page (values of all slots, then scales of all slots) and its packed row; slot -1: nothing."""
+    slot = slot.to(tl.int64)
+    row_ptr = keys_ptr + token.to(tl.int64) * (VALUE_BYTES + SCALE_BYTES)
     page_ptr = pages_ptr + (slot // BLOCK) * page_bytes
     value = tl.arange(0, VALUE_BYTES)
     mask = value < tl.where(slot >= 0, VALUE_BYTES, 0)
     in_page = page_ptr + (slot % BLOCK) * VALUE_BYTES + value
-    in_row = keys_ptr + token * row_bytes + value
     if WRITE:
-        tl.store(in_page, tl.load(in_row, mask=mask), mask=mask)
+        tl.store(in_page, tl.load(row_ptr + value, mask=mask), mask=mask)
     else:
-        tl.store(in_row, tl.load(in_page, mask=mask), mask=mask)
+        tl.store(row_ptr + value, tl.load(in_page, mask=mask), mask=mask)
     if SCALE_BYTES > 0:
         scale = tl.arange(0, SCALE_BYTES)
         mask = scale < tl.where(slot >= 0, SCALE_BYTES, 0)
         in_page = page_ptr + BLOCK * VALUE_BYTES + (slot % BLOCK) * SCALE_BYTES + scale
-        in_row = keys_ptr + token * row_bytes + VALUE_BYTES + scale
         if WRITE:
-            tl.store(in_page, tl.load(in_row, mask=mask), mask=mask)
+            tl.store(in_page, tl.load(row_ptr + VALUE_BYTES + scale, mask=mask), mask=mask)
         else:
-            tl.store(in_row, tl.load(in_page, mask=mask), mask=mask)
+            tl.store(row_ptr + VALUE_BYTES + scale, tl.load(in_page, mask=mask), mask=mask)
+
+
+@triton.jit
+def _move_keys_kernel(
+    pages_ptr,
+    slots_ptr,
+    keys_ptr,
+    page_bytes,
+    WRITE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    token = tl.program_id(0)
+    slot = tl.load(slots_ptr + token)
+    move_key(pages_ptr, slot, keys_ptr, token, page_bytes, WRITE, BLOCK, VALUE_BYTES, SCALE_BYTES)
+
+
+def key_bytes(fmt: IndexFormat) -> tuple[int, int]:
+    """Bytes of a packed key's values and of its scale."""
+    return (fmt.head_dim, 4) if fmt.kind == "fp8" else (4 * fmt.head_dim, 0)
 
 
 def _move_keys(pages: Tensor, slots: Tensor, keys: Tensor, fmt: IndexFormat, write: bool) -> None:
     assert pages.stride(1) == 1 and keys.is_contiguous() and keys.shape[1] == fmt.row_bytes
     if slots.shape[0]:
-        fp8 = fmt.kind == "fp8"
+        value_bytes, scale_bytes = key_bytes(fmt)
         _move_keys_kernel[(slots.shape[0],)](
             pages,
             slots,
             keys,
             pages.stride(0),
-            fmt.row_bytes,
             WRITE=write,
             BLOCK=BLOCK_SIZE,
-            VALUE_BYTES=fmt.head_dim if fp8 else 4 * fmt.head_dim,
-            SCALE_BYTES=4 if fp8 else 0,
+            VALUE_BYTES=value_bytes,
+            SCALE_BYTES=scale_bytes,
             num_warps=1,
         )
 

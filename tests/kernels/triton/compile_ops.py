@@ -141,6 +141,10 @@ def step_cache_ops(num_tokens: int) -> None:
     cache_ops.begin_step(maps, step)
     cache_ops.append(maps, slot, step)
     row_copy.write_rows(zeros(t, row_bytes, dtype=torch.uint8), gpu, slot, host, slot)
+    fmt = IndexFormat("fp8")
+    keys, pages = zeros(t, fmt.row_bytes, dtype=torch.uint8), zeros(8, fmt.page_bytes, dtype=torch.uint8)
+    for pool in (host, None):
+        row_copy.write_tokens(zeros(t, row_bytes, dtype=torch.uint8), gpu, slot, pool, slot, keys, pages, fmt)
     found = cache_ops.resolve(maps.group(1), zeros(t, 64, dtype=torch.int32), step, host, gpu)
     row_copy.copy_rows(host, found.miss_slots, gpu, found.miss_rows, found.miss_count)
     row_copy.copy_rows(host, slot, gpu, None, None)

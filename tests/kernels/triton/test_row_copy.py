@@ -1,8 +1,10 @@
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
-from echo_batch.kernels.formats import RowFormat
+from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.reference import cache_ops as reference
 from echo_batch.kernels.triton import row_copy
 
@@ -56,6 +58,31 @@ def test_writes_both_pools(device: str, row_bytes: int) -> None:
     row_copy.write_rows(new.to(device), got_gpu, at_rows.to(device), got_host, at_slots.to(device))
     reference.write_rows(new, gpu, at_rows, host, at_slots)
     assert torch.equal(got_gpu.cpu(), gpu) and torch.equal(got_host, host)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_host", [True, False])
+@pytest.mark.parametrize("kind", ["fp8", "fp32"])
+def test_writes_rows_and_keys_of_new_tokens(device: str, has_host: bool, kind: Literal["fp8", "fp32"]) -> None:
+    fmt = IndexFormat(kind)
+    new, gpu, host = rows(4, 656), rows(12, 656), rows(192, 656)
+    keys, pages = rows(4, fmt.row_bytes), rows(3, fmt.page_bytes)
+    at_rows, at_slots = ints(3, -1, 0, 11), ints(-1, 191, 4, 64)
+    got_gpu, got_host, got_pages = gpu.to(device).clone(), pinned(host, device), pages.to(device).clone()
+    row_copy.write_tokens(
+        new.to(device),
+        got_gpu,
+        at_rows.to(device),
+        got_host if has_host else None,
+        at_slots.to(device),
+        keys.to(device),
+        got_pages,
+        fmt,
+    )
+    before = pages.clone()
+    reference.write_tokens(new, gpu, at_rows, host if has_host else None, at_slots, keys, pages, fmt)
+    assert torch.equal(got_gpu.cpu(), gpu) and torch.equal(got_host, host) and torch.equal(got_pages.cpu(), pages)
+    assert not torch.equal(pages, before)
 
 
 @pytest.mark.parametrize("device", DEVICES)
