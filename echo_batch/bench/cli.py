@@ -72,7 +72,15 @@ def decode(
         Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
         raise typer.Exit(error.exit_code) from error
     write_json(result, json_path)
-    shown = ("batch", "resident", "step_ms", "tok_s", "hit_rate", "recalled_rows_per_step")
+    shown = (
+        "batch",
+        "resident",
+        "step_ms",
+        "tok_s",
+        "hit_rate",
+        "recalled_rows_per_step",
+        "distinct_experts_per_layer",
+    )
     for case in result["cases"]:
         print(json.dumps({key: case[key] for key in shown}))
 

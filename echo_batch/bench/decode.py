@@ -127,8 +127,24 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
         "load_s": round(load_seconds, 2),
         "capture": asdict(runner.report) if isinstance(runner, GraphRunner) else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "communication": _communication(options, config),
         "cases": cases,
     }
+
+
+def _communication(options: DecodeBench, config: ModelConfig) -> list[dict[str, int]] | None:
+    """What `--ep-slice` leaves out of the step: bytes that a worker receives and sends in it, for each batch.
+
+    In each MoE layer all workers' tokens are gathered (bf16), and partial sums go back to their workers (fp32).
+    """
+    if options.ep_slice == 1:
+        return None
+    others, moe_layers = options.ep_slice - 1, sum(layer.mlp == "moe" for layer in config.layers)
+    values = [batch * others * config.hidden_size * moe_layers for batch in options.batches]
+    return [
+        {"batch": batch, "all_gather_bytes": 2 * n, "reduce_scatter_bytes": 4 * n}
+        for batch, n in zip(options.batches, values, strict=True)
+    ]
 
 
 def _room(options: DecodeBench) -> int:
@@ -206,6 +222,9 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
             name: (sum(getattr(prefetched_after, name)) - sum(getattr(prefetched_before, name))) / options.steps
             for name in ("candidates", "prefetched", "used", "wasted", "late", "dropped")
         },
+        "distinct_experts_per_layer": runner.model.distinct_experts(batch)
+        if isinstance(runner.model, WorkloadModel)
+        else None,
         "active_rows_at_end": int(runner.state.active.sum()),
         "graph_nodes_per_layer": None
         if kernels is None

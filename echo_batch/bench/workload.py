@@ -132,6 +132,30 @@ class WorkloadModel(Model):
     def _route(self, logits: Tensor, bias: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         return self._model_ops.route(self._logits[self._place, : logits.shape[-2]], self._no_bias, *rest, **options)
 
+    def distinct_experts(self, rows: int) -> float | None:
+        """Routed experts of this worker that a batch of `rows` reached in the last step: mean of the MoE layers.
+
+        None without uniform routing. Waits for the device.
+        """
+        if not self.shape.uniform_routing or not self._place_of_layer:
+            return None
+        config, counts = self.config, []
+        for layer, place in self._place_of_layer.items():
+            weights = self.weights.layers[layer].mlp
+            assert isinstance(weights, MoeWeights)
+            _, experts = self._model_ops.route(
+                self._logits[place, : self.shape.ep_slice * rows],
+                self._no_bias,
+                config.n_group,
+                config.topk_group,
+                config.num_experts_per_tok,
+                config.norm_topk_prob,
+                config.routed_scaling_factor,
+                held=range(weights.first_expert, weights.first_expert + weights.num_held),
+            )
+            counts.append(experts[experts >= 0].unique().numel())
+        return sum(counts) / len(counts)
+
     def embed(self, token_ids: Tensor) -> Stream:
         """The model's; also one step of the queries' AR(1) process, and new router logits, for all layers at once."""
         if self.shape.uniform_routing and self._place_of_layer:
