@@ -1,11 +1,14 @@
 """The bundled model in the engine: it looks up numbers, and where its rows are does not change a token."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+from echo_batch.cache.manager import OffloadedCache
+from echo_batch.cache.spec import PrefetchMode
 from echo_batch.engine.plan import Plan
 from echo_batch.models.model import Model
 from echo_batch.request import Completion, Request, SamplingParams
@@ -42,13 +45,14 @@ def questions() -> tuple[tuple[Request, tuple[int, ...]], ...]:
     )
 
 
-def answer(plan: Plan) -> tuple[dict[int, Completion], int]:
-    """Completions and the number of evicted rows of a run with these pools."""
+def answer(plan: Plan) -> tuple[dict[int, Completion], int, int]:
+    """Completions, and the numbers of evicted and of prefetched rows, of a run with these pools."""
     core = make_core(the_model(), plan)
     completions = run_all(core, [request for request, _ in questions()])
     evicted = sum(core.cache.counters().evicted_rows)
+    guessed = core.cache.prefetch_counters() if isinstance(core.cache, OffloadedCache) else None
     core.close()
-    return completions, evicted
+    return completions, evicted, 0 if guessed is None else sum(guessed.prefetched)
 
 
 @lru_cache(maxsize=1)
@@ -63,11 +67,12 @@ def test_it_looks_up_what_was_asked() -> None:
         assert tokens[row][:NUM_DIGITS] == expected
 
 
-@pytest.mark.parametrize("gpu_tokens", [MINIMUM_GPU_TOKENS, 640])
-def test_small_pools_give_the_same_tokens(gpu_tokens: int) -> None:
-    completions, evicted = answer(tiny_plan(the_model(), host=HOST_TOKENS, gpu=gpu_tokens, seqs=2))
+@pytest.mark.parametrize(("gpu_tokens", "prefetch"), [(MINIMUM_GPU_TOKENS, "off"), (704, "fused")])
+def test_small_pools_and_prefetch_give_the_same_tokens(gpu_tokens: int, prefetch: PrefetchMode) -> None:
+    plan = tiny_plan(the_model(), host=HOST_TOKENS, gpu=gpu_tokens, seqs=2)
+    completions, evicted, prefetched = answer(replace(plan, cache=replace(plan.cache, prefetch=prefetch)))
     assert tokens_of(completions) == without_offloading()
-    assert evicted > 0
+    assert evicted > 0 and (prefetched > 0) == (prefetch != "off")
 
 
 def test_the_demo_is_what_its_script_makes() -> None:
