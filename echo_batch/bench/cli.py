@@ -1,13 +1,19 @@
 """`echo-batch bench`: measurements on this machine. Imports no torch before a command runs."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from echo_batch.errors import EchoBatchError
 from echo_batch.sizes import parse_size
+
+LoadFormat = Annotated[Literal["safetensors", "dummy"], typer.Option(help="Where the weights come from.")]
+Routing = Annotated[Literal["uniform", "model"], typer.Option(help="uniform: independent experts for every token.")]
+OnOff = Literal["on", "off"]
+Device = Annotated[Literal["cuda", "cpu"], typer.Option(help="Where to run.")]
+Dtype = Annotated[Literal["bfloat16", "float32"], typer.Option(help="What is computed in.")]
 
 app = typer.Typer(help="Measure this machine; see docs/benchmarks.md.", no_args_is_help=True)
 
@@ -21,22 +27,24 @@ def _bench() -> None:
 def decode(
     model: Annotated[str, typer.Option(help="Directory with config.json.")],
     layers: Annotated[int | None, typer.Option(help="Keep the first layers only (dummy weights).")] = None,
-    load_format: Annotated[str, typer.Option(help="safetensors or dummy.")] = "dummy",
+    load_format: LoadFormat = "dummy",
     context: Annotated[str, typer.Option(help="Tokens of context per row; 32K is 32,768 here.")] = "32K",
     batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "16,32,64",
     gpu_pool: Annotated[str, typer.Option(help="GPU pool in tokens.")] = "110K",
     host_pool: Annotated[str, typer.Option(help="Host pool in tokens.")] = "900K",
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 200,
-    routing: Annotated[str, typer.Option(help="uniform (independent experts) or model.")] = "uniform",
+    routing: Routing = "uniform",
     locality: Annotated[float | None, typer.Option(help="AR(1) factor of the indexer's queries, such as 0.97.")] = None,
     ep_slice: Annotated[int, typer.Option(min=1, help="Be one worker of so many that share the experts.")] = 1,
-    offload: Annotated[str, typer.Option(help="on or off.")] = "on",
+    offload: Annotated[OnOff, typer.Option(help="off: everything stays on the GPU.")] = "on",
     residency: Annotated[
-        str, typer.Option(help="auto (no cache manager while everything fits the GPU pool) or off.")
+        Literal["auto", "off"], typer.Option(help="auto: no cache manager while everything fits the GPU pool.")
     ] = "auto",
-    prefetch: Annotated[str, typer.Option(help="off, branch or fused.")] = "off",
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    prefetch: Annotated[
+        Literal["off", "branch", "fused"], typer.Option(help="Copy likely tokens while the indexer scores.")
+    ] = "off",
+    device: Device = "cuda",
+    dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[str | None, typer.Option("--json", help="Write the result here.")] = None,
 ) -> None:
@@ -44,10 +52,8 @@ def decode(
     from echo_batch.bench.decode import DecodeBench, run_decode_bench, write_json
 
     try:
-        if routing not in ("uniform", "model") or offload not in ("on", "off") or residency not in ("auto", "off"):
-            raise typer.BadParameter("--routing is uniform or model, --offload on or off, --residency auto or off")
-        if prefetch not in ("off", "branch", "fused") or (prefetch != "off" and offload == "off"):
-            raise typer.BadParameter("--prefetch is off, branch or fused, and off with --offload off")
+        if prefetch != "off" and offload == "off":
+            raise typer.BadParameter("--prefetch needs --offload on")
         options = DecodeBench(
             model=model,
             num_layers=layers,
@@ -62,7 +68,7 @@ def decode(
             ep_slice=ep_slice,
             offload=offload == "on",
             residency=residency == "auto",
-            prefetch=prefetch,  # type: ignore[arg-type]
+            prefetch=prefetch,
             device=device,
             dtype=dtype,
             seed=seed,
@@ -89,7 +95,7 @@ def decode(
 def prefill(
     model: Annotated[str, typer.Option(help="Directory with config.json.")],
     layers: Annotated[int | None, typer.Option(help="Keep the first layers only (dummy weights).")] = None,
-    load_format: Annotated[str, typer.Option(help="safetensors or dummy.")] = "dummy",
+    load_format: LoadFormat = "dummy",
     context: Annotated[str, typer.Option(help="Tokens per prompt; 32K is 32,768 here.")] = "32K",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts that are prefilled.")] = 24,
     prefix: Annotated[str, typer.Option(help="All prompts begin with the same so many tokens.")] = "0",
@@ -103,11 +109,11 @@ def prefill(
     host_pool: Annotated[
         str | None, typer.Option(help="Host pool in tokens; what the prompts need if left out.")
     ] = None,
-    routing: Annotated[str, typer.Option(help="uniform (independent experts) or model.")] = "uniform",
+    routing: Routing = "uniform",
     ep_slice: Annotated[int, typer.Option(min=1, help="Be one worker of so many that share the experts.")] = 1,
-    offload: Annotated[str, typer.Option(help="on or off.")] = "on",
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    offload: Annotated[OnOff, typer.Option(help="off: everything stays on the GPU.")] = "on",
+    device: Device = "cuda",
+    dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[str | None, typer.Option("--json", help="Write the result here.")] = None,
 ) -> None:
@@ -116,8 +122,6 @@ def prefill(
     from echo_batch.bench.prefill import PrefillBench, run_prefill_bench
 
     try:
-        if routing not in ("uniform", "model") or offload not in ("on", "off"):
-            raise typer.BadParameter("--routing is uniform or model, --offload on or off")
         options = PrefillBench(
             model=model,
             num_layers=layers,
@@ -151,7 +155,7 @@ def load(
     model: Annotated[str, typer.Option(help="Directory with config.json.")],
     directory: Annotated[str, typer.Option(help="The checkpoint is written here if it is not there yet.")],
     layers: Annotated[int | None, typer.Option(help="Keep the first layers only.")] = 3,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: Device = "cuda",
     json_path: Annotated[str | None, typer.Option("--json", help="Write the result here.")] = None,
 ) -> None:
     """Speed of loading a made-up checkpoint, beside plain reads of the same files."""

@@ -15,75 +15,48 @@ from typing import Any
 
 import torch
 
-from echo_batch.bench.workload import WorkloadModel, WorkloadShape, expert_slice, fill_contexts
+from echo_batch.bench.setup import ModelOptions, make_model, make_spec, origin
+from echo_batch.bench.workload import WorkloadModel, WorkloadShape, fill_contexts
 from echo_batch.cache.manager import KVCache, make_cache
-from echo_batch.cache.spec import CacheSpec, PrefetchMode, minimum_gpu_tokens
+from echo_batch.cache.spec import PrefetchMode, minimum_gpu_tokens
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.runner import EagerRunner, GraphRunner, StepShape
 from echo_batch.errors import ConfigError
-from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
+from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.select import select_ops
 from echo_batch.models.config import ModelConfig
-from echo_batch.models.loader import load_model
-from echo_batch.report.metrics import versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeBench:
+class DecodeBench(ModelOptions):
     """Options of `bench decode`; tokens per worker. `gpu_tokens` is ignored with `offload` False (all HBM of the pool
     is then `host_tokens`)."""
 
-    model: str
-    num_layers: int | None
-    load_format: str
     context: int
     batches: tuple[int, ...]
     gpu_tokens: int
     host_tokens: int
     steps: int
-    routing: str
     locality: float | None
-    ep_slice: int
-    offload: bool
     residency: bool
-    prefetch: PrefetchMode
     """With everything in the GPU pool: steps without the cache manager; False measures its cost."""
-    device: str
-    dtype: str
-    seed: int = 0
+    prefetch: PrefetchMode
     warmup_steps: int = 50
 
 
 def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     """Measure every batch size; returns what `--json` writes."""
     device = torch.device(options.device)
-    dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
     config = ModelConfig.from_dir(options.model, num_layers=options.num_layers)
     ops = select_ops(device)
-    row_kind = "fp32" if dtype == torch.float32 else ("fp8" if device.type == "cuda" else "bf16")
-    started = time.perf_counter()
-    model = load_model(
-        config,
-        options.model,
-        device=device,
-        dtype=dtype,
-        row_kind=row_kind,  # type: ignore[arg-type]
-        ops=ops,
-        load_format=options.load_format,  # type: ignore[arg-type]
-        seed=options.seed,
-        experts=expert_slice(config, options.ep_slice) if options.ep_slice > 1 else None,
-    )
-    load_seconds = time.perf_counter() - started
+    model, load_seconds = make_model(options, config, ops)
     largest = max(options.batches)
     room = _room(options)
-    spec = CacheSpec(
-        group_layers=config.group_layers,
-        row_format=RowFormat(row_kind, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim),  # type: ignore[arg-type]
-        index_format=IndexFormat("fp32" if dtype == torch.float32 else "fp8", head_dim=config.index_head_dim),
-        index_topk=config.index_topk,
-        host_tokens=options.host_tokens // BLOCK_SIZE * BLOCK_SIZE,
-        gpu_tokens=(options.gpu_tokens if options.offload else options.host_tokens) // BLOCK_SIZE * BLOCK_SIZE,
-        offload=options.offload,
+    spec = make_spec(
+        options,
+        config,
+        host_tokens=options.host_tokens,
+        gpu_tokens=options.gpu_tokens,
         prefetch=options.prefetch,
     )
     need = _slots(options, largest)
@@ -121,10 +94,7 @@ def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     return {
         "bench": "decode",
         "options": asdict(options),
-        "model": {"layers": config.num_layers, "architecture": config.architecture},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": versions(),
-        "load_s": round(load_seconds, 2),
+        **origin(config, device, load_seconds),
         "capture": asdict(runner.report) if isinstance(runner, GraphRunner) else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "communication": _communication(options, config),

@@ -11,34 +11,29 @@ from typing import Any
 
 import torch
 
-from echo_batch.bench.workload import expert_slice, uniform_routing
+from echo_batch.bench.setup import ModelOptions, make_model, make_spec, origin
+from echo_batch.bench.workload import uniform_routing
 from echo_batch.cache.manager import KVCache, make_cache
-from echo_batch.cache.spec import CacheSpec
 from echo_batch.engine.prefill import Prompt, prefill
 from echo_batch.errors import ConfigError
-from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
+from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.select import select_ops
 from echo_batch.models.config import ModelConfig
-from echo_batch.models.loader import load_model
 from echo_batch.models.model import Model
 from echo_batch.models.sizes import prefill_flops
-from echo_batch.report.metrics import versions
 
 _COMPARED_PROMPTS = 2
 """Prompts that are run once more, with and without host writes, and under the profiler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillBench:
+class PrefillBench(ModelOptions):
     """Options of `bench prefill`; tokens per worker.
 
     `prefix` > 0: all prompts begin with the same so many tokens, which are computed once.
     """
 
-    model: str
-    num_layers: int | None
-    load_format: str
     context: int
     prompts: int
     prefix: int
@@ -48,12 +43,6 @@ class PrefillBench:
     streamed_per_token: float
     gpu_tokens: int
     host_tokens: int | None
-    routing: str
-    ep_slice: int
-    offload: bool
-    device: str
-    dtype: str
-    seed: int = 0
 
 
 def run_prefill_bench(options: PrefillBench) -> dict[str, Any]:
@@ -61,37 +50,15 @@ def run_prefill_bench(options: PrefillBench) -> dict[str, Any]:
     if not 0 <= options.prefix < options.context:
         raise ConfigError("--prefix must be shorter than --context")
     device = torch.device(options.device)
-    dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
     config = ModelConfig.from_dir(options.model, num_layers=options.num_layers)
     ops = select_ops(device)
     if options.routing == "uniform":
         ops = uniform_routing(ops, config.n_routed_experts, device)
-    row_kind = "fp32" if dtype == torch.float32 else ("fp8" if device.type == "cuda" else "bf16")
     prompts = _make_prompts(options, config.vocab_size)
     need = BLOCK_SIZE * (1 + max(block for p in prompts for block in p.blocks))
-    started = time.perf_counter()
-    model = load_model(
-        config,
-        options.model,
-        device=device,
-        dtype=dtype,
-        row_kind=row_kind,  # type: ignore[arg-type]
-        ops=ops,
-        load_format=options.load_format,  # type: ignore[arg-type]
-        seed=options.seed,
-        experts=expert_slice(config, options.ep_slice) if options.ep_slice > 1 else None,
-    )
-    load_seconds = time.perf_counter() - started
+    model, load_seconds = make_model(options, config, ops)
     host_tokens = max(need, options.host_tokens or 0)
-    spec = CacheSpec(
-        group_layers=config.group_layers,
-        row_format=RowFormat(row_kind, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim),  # type: ignore[arg-type]
-        index_format=IndexFormat("fp32" if dtype == torch.float32 else "fp8", head_dim=config.index_head_dim),
-        index_topk=config.index_topk,
-        host_tokens=host_tokens // BLOCK_SIZE * BLOCK_SIZE,
-        gpu_tokens=(options.gpu_tokens if options.offload else host_tokens) // BLOCK_SIZE * BLOCK_SIZE,
-        offload=options.offload,
-    )
+    spec = make_spec(options, config, host_tokens=host_tokens, gpu_tokens=options.gpu_tokens)
     cache = make_cache(spec, device, ops)
     try:
         case = _Case(options, model, cache, ops, device)
@@ -101,10 +68,7 @@ def run_prefill_bench(options: PrefillBench) -> dict[str, Any]:
     return {
         "bench": "prefill",
         "options": asdict(options),
-        "model": {"layers": config.num_layers, "architecture": config.architecture},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": versions(),
-        "load_s": round(load_seconds, 2),
+        **origin(config, device, load_seconds),
         **result,
     }
 
