@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from echo_batch.bench.setup import ModelOptions, make_model, make_spec, origin
+from echo_batch.bench.setup import ModelOptions, bench_device, make_model, make_spec, origin
 from echo_batch.bench.workload import WorkloadModel, WorkloadShape, fill_contexts
 from echo_batch.cache.manager import KVCache, make_cache
 from echo_batch.cache.spec import PrefetchMode, minimum_gpu_tokens
@@ -46,7 +46,7 @@ class DecodeBench(ModelOptions):
 
 def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
     """Measure every batch size; returns what `--json` writes."""
-    device = torch.device(options.device)
+    device = bench_device(options.device)
     config = ModelConfig.from_dir(options.model, num_layers=options.num_layers)
     ops = select_ops(device)
     model, load_seconds = make_model(options, config, ops)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from echo_batch.bench.setup import bench_device
 from echo_batch.errors import ConfigError
 from echo_batch.kernels.select import select_ops
 from echo_batch.kernels.weights import block_shape
@@ -50,7 +51,7 @@ def run_load_bench(options: LoadBench) -> dict[str, Any]:
         write_checkpoint(Path(options.model), directory, options.num_layers)
     config = ModelConfig.from_dir(directory)
     num_bytes = check_checkpoint(config, directory).num_bytes
-    device = torch.device(options.device)
+    device = bench_device(options.device)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # the context is not part of loading
     runs = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from echo_batch.bench.setup import ModelOptions, make_model, make_spec, origin
+from echo_batch.bench.setup import ModelOptions, bench_device, make_model, make_spec, origin
 from echo_batch.bench.workload import uniform_routing
 from echo_batch.cache.manager import KVCache, make_cache
 from echo_batch.engine.prefill import Prompt, prefill
@@ -49,7 +49,7 @@ def run_prefill_bench(options: PrefillBench) -> dict[str, Any]:
     """Measure; returns what `--json` writes."""
     if not 0 <= options.prefix < options.context:
         raise ConfigError("--prefix must be shorter than --context")
-    device = torch.device(options.device)
+    device = bench_device(options.device)
     config = ModelConfig.from_dir(options.model, num_layers=options.num_layers)
     ops = select_ops(device)
     if options.routing == "uniform":

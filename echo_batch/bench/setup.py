@@ -9,6 +9,7 @@ import torch
 
 from echo_batch.bench.workload import expert_slice
 from echo_batch.cache.spec import CacheSpec, PrefetchMode
+from echo_batch.errors import ConfigError
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 from echo_batch.kernels.ops import Ops
 from echo_batch.models.config import ModelConfig
@@ -41,6 +42,14 @@ class ModelOptions:
         if self.dtype == "float32":
             return "fp32"
         return "fp8" if torch.device(self.device).type == "cuda" else "bf16"
+
+
+def bench_device(name: str) -> torch.device:
+    """The device of a bench; raises ConfigError for a GPU that is not there."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no NVIDIA GPU that PyTorch can use: give --device cpu, or install a build with CUDA")
+    return device
 
 
 def make_model(options: ModelOptions, config: ModelConfig, ops: Ops) -> tuple[Model, float]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from echo_batch.bench.cli import app
@@ -74,3 +75,10 @@ def test_what_does_not_fit_is_said(tiny_checkpoint: CheckpointFixture) -> None:
         app, ["decode", "--model", model, *CASE.split(), "--prefetch", "fused", "--offload", "off"]
     )
     assert result.exit_code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_said(tiny_checkpoint: CheckpointFixture) -> None:
+    model = str(tiny_checkpoint("v32", "fp8") / "model")
+    result = CliRunner().invoke(app, ["decode", "--model", model, *CASE.split(), "--device", "cuda"])
+    assert result.exit_code == 2 and "--device cpu" in result.output
