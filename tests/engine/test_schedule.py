@@ -149,8 +149,10 @@ def corrupting(at_step: int) -> CacheOps:
     """Cache ops whose recalls of one step bring wrong bytes: the bug that all of this is there to find."""
     ops = reference_cache_ops()
 
-    def resolve(maps: GroupMaps, selected: Tensor, step: Tensor, host_rows: Tensor, gpu_rows: Tensor) -> Resolution:
-        resolution = ops.resolve(maps, selected, step, host_rows, gpu_rows)
+    def resolve(
+        maps: GroupMaps, selected: Tensor, step: Tensor, host_rows: Tensor, gpu_rows: Tensor, *, skip: int | None = None
+    ) -> Resolution:
+        resolution = ops.resolve(maps, selected, step, host_rows, gpu_rows, skip=skip)
         if int(step) == at_step and len(resolution.miss_rows):
             gpu_rows[resolution.miss_rows[0], :4] ^= 1
         return resolution
