@@ -41,7 +41,6 @@ class DecodeBench(ModelOptions):
     residency: bool
     """With everything in the GPU pool: steps without the cache manager; False measures its cost."""
     prefetch: PrefetchMode
-    warmup_steps: int = 50
 
 
 def run_decode_bench(options: DecodeBench) -> dict[str, Any]:
@@ -119,7 +118,12 @@ def _communication(options: DecodeBench, config: ModelConfig) -> list[dict[str, 
 
 def _room(options: DecodeBench) -> int:
     """Tokens that a row gets during the measurement."""
-    return options.steps + options.warmup_steps + 8
+    return options.steps + _warmup_steps(options) + 8
+
+
+def _warmup_steps(options: DecodeBench) -> int:
+    """Steps before the timed ones, until the GPU pool holds what such steps select; on a CPU a token of it."""
+    return 50 if torch.device(options.device).type == "cuda" else 8
 
 
 def _slots(options: DecodeBench, batch: int) -> int:
@@ -141,7 +145,7 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
     def step() -> None:
         runner.launch(shape, max_blocks=max_blocks, num_logprobs=None)
 
-    for _ in range(options.warmup_steps):
+    for _ in range(_warmup_steps(options)):
         step()
     before, prefetched_before = runner.cache.counters(), runner.cache.prefetch_counters()
     times_ms: list[float] = []
