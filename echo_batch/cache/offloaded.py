@@ -1,8 +1,9 @@
 """The two-pool cache: every row in the host pool, those in use in the GPU pool.
 
-Order of calls in a decode step: `begin_step`; per selection group `append` and `write_index`, then `resolve`; per
-layer `write` (a group's first layer: before `resolve`) and `recall` (before attention). Between steps: `write_host`,
-`warm`, `release`. On the GPU all of these only launch kernels of fixed shape, so a step fits a CUDA graph.
+Order of calls in a decode step: `begin_step` and `append_all`; per selection group `write` of its first layer with the
+index keys, `index_scores`, then `resolve`; per layer `write` and `recall` (before attention); `end_step`. Between
+steps: `write_host`, `write_index`, `warm`, `release`. On the GPU all of these only launch kernels of fixed shape, so a
+step fits a CUDA graph.
 
 Residency until pressure: while every slot in use has a GPU row of its own number (slot < N_G), the cache is *resident*.
 The GPU pool then is the cache, addressed by slot; the host pool and the maps are not touched, and a step does what it

@@ -25,11 +25,6 @@ def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
     )
 
 
-def has_fused_indexer(device: torch.device, *, num_heads: int, fmt: IndexFormat) -> bool:
-    """Whether one kernel copies while it scores (else prefetch comes after scoring and gains nothing)."""
-    return runtime.available(device) and cuda_indexer.supports(num_heads, fmt)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Dispatch:
     cuda_kernels: bool
@@ -49,8 +44,6 @@ class _Dispatch:
     ) -> Tensor:  # fmt: skip
         if self.cuda_kernels and cuda_indexer.supports(query.shape[1], fmt):
             return cuda_indexer.index_scores_prefetch(query, weights, pages, block_table, seq_lens, fmt, **rest)
-        scores = self.ranges.ops.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
-        maps, state, predicted = rest["maps"], rest["state"], rest["predicted"]
-        rows = rest["host_rows"], rest["gpu_rows"]
-        portable.prefetch_rows(maps, state, scores, block_table, seq_lens, predicted, rest["step"], *rows)
-        return scores
+        # Scored by what scores without prefetch, so that the bits are the same.
+        score = self.ranges.ops.index_scores_paged
+        return portable.index_scores_prefetch(query, weights, pages, block_table, seq_lens, fmt, score=score, **rest)

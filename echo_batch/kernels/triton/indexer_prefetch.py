@@ -6,6 +6,8 @@ copies the rows and links them (or gives the claim up where no row was left). Wi
 branch of a graph and these launches on another, copies run beside the scoring of the next range.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -252,8 +254,9 @@ def index_scores_prefetch(
     step: Tensor,
     host_rows: Tensor,
     gpu_rows: Tensor,
+    score: Callable[..., Tensor] = index_scores_paged,
 ) -> Tensor:
-    """See the reference: the portable version, one launch after the other."""
-    scores = index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
+    """See the reference: the portable version, one launch after the other; scores by `score`."""
+    scores = score(query, weights, pages, block_table, seq_lens, fmt)
     prefetch_rows(maps, state, scores, block_table, seq_lens, predicted, step, host_rows, gpu_rows)
     return scores
