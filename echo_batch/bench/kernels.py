@@ -33,6 +33,7 @@ from echo_batch.kernels.triton import (
     moe_layout,
     norm_rope,
     quant,
+    queries,
     sampling,
     topk,
 )
@@ -312,10 +313,10 @@ def small_cases(libraries: GpuLibraries) -> Iterator[Case]:
                 index_format=INDEX,
                 ue8m0=True,
             ),
-            "index query": partial(fused.index_query, query, cos, sin, logits, interleaved=False, index_format=INDEX),
-            "absorbed query": partial(fused.absorbed_query, heads, key_up, cos, sin, True),
+            "index query": partial(queries.index_query, query, cos, sin, logits, interleaved=False, index_format=INDEX),
+            "absorbed query": partial(queries.absorbed_query, heads, key_up, cos, sin, True),
             "attention queries": partial(
-                fused.attention_queries,
+                queries.attention_queries,
                 projected,
                 key_up,
                 cos,
@@ -326,7 +327,7 @@ def small_cases(libraries: GpuLibraries) -> Iterator[Case]:
                 index_interleaved=False,
                 index_format=INDEX,
             ),
-            "head values": partial(fused.head_values, latent, key_up, True),
+            "head values": partial(queries.head_values, latent, key_up, True),
             "swiglu dense": partial(moe.swiglu_activation, gate_up, True),
             "quantize o": partial(quant.quantize_groups, value, ue8m0=True),
         }

@@ -16,7 +16,19 @@ from echo_batch.kernels.libs.flash_mla import FlashMla, load_flash_mla
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.reference import sampling as reference_sampling
 from echo_batch.kernels.reference.sampling import SamplingTensors
-from echo_batch.kernels.triton import attention, fused, indexer, linear, moe, norm_rope, rows, sampling, slots, topk
+from echo_batch.kernels.triton import (
+    attention,
+    fused,
+    indexer,
+    linear,
+    moe,
+    norm_rope,
+    queries,
+    rows,
+    sampling,
+    slots,
+    topk,
+)
 from echo_batch.kernels.weights import QuantizedWeight, Weight
 
 _TRITON_EXPERT_TOKENS = 128
@@ -54,8 +66,8 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         norm_activation=norm_rope.norm_activation,
         rope_angles=norm_rope.rope_angles,
         latent_inputs=fused.latent_inputs,
-        attention_queries=fused.attention_queries,
-        head_values=fused.head_values,
+        attention_queries=queries.attention_queries,
+        head_values=queries.head_values,
         route=moe.route,
         swiglu_activation=moe.swiglu_activation,
         routed_experts=found.routed_experts,

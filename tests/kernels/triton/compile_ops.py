@@ -24,6 +24,7 @@ from echo_batch.kernels.triton import (
     moe,
     norm_rope,
     quant,
+    queries,
     row_copy,
     rows,
     sampling,
@@ -50,7 +51,7 @@ def compile_instead_of_running() -> list[str]:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
-    for module in (fused, linear, moe):
+    for module in (fused, linear, moe, queries):
         vars(module)["dot_type"] = lambda x: tl.bfloat16 if x.dtype == BF16 else tl.float32
     return compiled
 
@@ -92,7 +93,7 @@ def decode_ops(num_tokens: int) -> None:
     for nope in (128, 192):
         for has_indexer in (True, False):
             columns = heads * (nope + 64) + index_heads * 128 * has_indexer
-            fused.attention_queries(
+            queries.attention_queries(
                 linear.linear(first.query, weight(columns, q_rank)),
                 zeros(heads, nope, 512),
                 cos,
@@ -109,7 +110,7 @@ def decode_ops(num_tokens: int) -> None:
     table = zeros(t, 4, dtype=torch.int32)
     topk.topk_positions(zeros(t, 256, dtype=torch.float32), slot, 64, fp32[128][:t], update=True, block_table=table)
     slots.positions_to_slots(slot[:, None], table)
-    values = fused.head_values(zeros(t, heads, 512), zeros(heads, 128, 512), True)
+    values = queries.head_values(zeros(t, heads, 512), zeros(heads, 128, 512), True)
     linear.linear(values, weight(hidden, heads * 128))
     experts, inner = 16, 128
     routing = dict(valid=zeros(t, dtype=torch.bool), num_shared=t, held=range(4, 12))

@@ -6,7 +6,7 @@ import torch
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.reference import fused as reference
 from echo_batch.kernels.reference import quant, rope, rows
-from echo_batch.kernels.triton import fused
+from echo_batch.kernels.triton import fused, queries
 from tests.kernels.triton.common import BF16_LIMIT, DEVICE, difference, randn
 
 FP8_LIMIT = 1e-4 if DEVICE.type == "cuda" else 1e-3
@@ -77,7 +77,7 @@ def test_index_query(interleaved: bool, index_kind: str, dtype: torch.dtype) -> 
     query = randn(3, 20 * 128, seed=1, dtype=dtype).view(3, 20, 128)
     arguments = (query, *angles(3), randn(3, 20, seed=2))
     options = dict(interleaved=interleaved, index_format=IndexFormat(index_kind))
-    values, weights = fused.index_query(*arguments, **options)
+    values, weights = queries.index_query(*arguments, **options)
     expected_values, expected_weights = reference.index_query(*arguments, **options)
     assert values.dtype == expected_values.dtype
     assert difference(values.float(), expected_values.float()) < (FP8_LIMIT if index_kind == "fp8" else 1e-12)
@@ -89,7 +89,7 @@ def test_index_query(interleaved: bool, index_kind: str, dtype: torch.dtype) -> 
 def test_absorbed_query(dtype: torch.dtype, nope: int) -> None:
     query = randn(5, 6 * (nope + 64), seed=1, dtype=dtype).unflatten(1, (6, -1))
     key_up = randn(6, nope, 512, seed=2, dtype=dtype)
-    got = fused.absorbed_query(query, key_up, *angles(5), True)
+    got = queries.absorbed_query(query, key_up, *angles(5), True)
     expected = reference.absorbed_query(query, key_up, *angles(5), True)
     assert difference(got, expected) < (1e-12 if dtype == torch.float32 else BF16_LIMIT)
 
@@ -123,7 +123,7 @@ def test_attention_queries(num_tokens: int, nope: int, index_kind: str | None, d
         index_interleaved=False,
         index_format=IndexFormat(index_kind or "fp8"),
     )
-    got = fused.attention_queries(*arguments, **options)
+    got = queries.attention_queries(*arguments, **options)
     expected = reference.attention_queries(*arguments, **options)
     limit = 1e-12 if dtype == torch.float32 else 2 * BF16_LIMIT
     assert got[0].dtype == dtype and difference(got[0], expected[0]) < limit
@@ -144,7 +144,7 @@ def test_attention_queries(num_tokens: int, nope: int, index_kind: str | None, d
 )
 def test_head_values(num_tokens: int, num_values: int, dtype: torch.dtype, ue8m0: bool | None) -> None:
     latent, value_up = randn(num_tokens, 3, 512, seed=1, dtype=dtype), randn(3, num_values, 512, seed=2, dtype=dtype)
-    got = fused.head_values(latent, value_up, ue8m0)
+    got = queries.head_values(latent, value_up, ue8m0)
     expected = reference.head_values(latent, value_up, None)
     assert got.values.dtype == dtype
     assert difference(got.values, expected.values) < (1e-12 if dtype == torch.float32 else BF16_LIMIT)
@@ -162,12 +162,12 @@ def test_real_shapes(num_tokens: int) -> None:
     projected = randn(num_tokens, 32768, seed=1, dtype=torch.bfloat16)
     arguments = (projected, key_up, *angles(num_tokens), randn(28, num_tokens, 64, seed=3))
     options = dict(num_index_heads=64, interleaved=True, index_interleaved=False, index_format=IndexFormat("fp8"))
-    got = fused.attention_queries(*arguments, **options)
+    got = queries.attention_queries(*arguments, **options)
     expected = reference.attention_queries(*arguments, **options)
     assert difference(got[0], expected[0]) < 1e-5
     check_index_query(got[1:], expected[1:], FP8_LIMIT)
     latent = randn(num_tokens, 128, 512, seed=4, dtype=torch.bfloat16)
-    values = fused.head_values(latent, key_up, True)
+    values = queries.head_values(latent, key_up, True)
     assert difference(values.values, reference.head_values(latent, key_up, None).values) < 1e-5
     quantized, scale = quant.quantize_groups(values.values, ue8m0=True)
     assert torch.equal(values.quantized.view(torch.uint8), quantized.view(torch.uint8))
