@@ -52,7 +52,7 @@ test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU.
 bench: $(STAMP) ## The measurements (on whatever machine this is).
 	$(BIN)/pytest -m bench -q -s
 
-measure: $(STAMP) ## The GPU tests and every number of docs/benchmarks.md, into out/measure (needs an NVIDIA GPU).
+measure: $(STAMP) ## The GPU tests and the GPU numbers of docs/benchmarks.md, into out/measure (needs an NVIDIA GPU).
 	$(BIN)/python -m tools.measure out/measure
 
 wheel: $(STAMP) ## Build dist/*.whl.

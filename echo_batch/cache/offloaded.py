@@ -171,8 +171,7 @@ class OffloadedCache:
         copied meanwhile. predicted fp32 [B]: the k-th score that each row is expected to have."""
         if self._prefetcher is not None:
             return self._prefetcher.scores(group, query, weights, block_table, seq_lens, predicted, self.step)
-        pages, fmt = self._gpu.index_pages[group], self.spec.index_format
-        return self._ops.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt, schedule)
+        return self._by_slot.index_scores(group, query, weights, block_table, seq_lens, schedule, predicted)
 
     def resolve(self, group: int, slots: Tensor) -> Resolution:
         """Make the selection `slots` (int32 [B, k], -1 padded) resident; `recall` must follow for each layer."""
