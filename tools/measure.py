@@ -85,7 +85,6 @@ ITEMS = (
     bench("suffix-recalled", "prefill", "prefill", "--layers 4 --context 102464 --prefix 102400 --prompts 2"
           " --streamed 0"),
     bench("load", "load", "load", "--layers 3 --directory out/checkpoint"),
-    bench("load", "load", "load", "--directory out/measure-checkpoint"),
     module("indexer", "--hit-rates 0.97,0.9,0.5"),
     module("cache_ops"),
     module("kernels", seconds=240),
