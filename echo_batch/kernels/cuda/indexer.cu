@@ -382,8 +382,7 @@ static __device__ __forceinline__ void consume(Shared& shared, Share share, cons
                 u32 base = 0;
                 if (lane == 0) base = atomicAdd(&shared.tail[q], (u32)__popc(mask));
                 base = __shfl_sync(FULL_MASK, base, 0) + __popc(mask & ((1u << lane) - 1));
-                if (candidate && base < QUEUE)
-                    *(volatile int*)&shared.queue[q][base] = info.page * (int)PAGE_KEYS + (int)key;
+                if (candidate && base < QUEUE) atomicExch(&shared.queue[q][base], info.page * (int)PAGE_KEYS + (int)key);
             }
         }
     }
@@ -436,7 +435,7 @@ static __device__ __forceinline__ void prefetch(Shared& shared, u32 queue, Share
         }
         int slot = -1, row = 0;
         if (lane < num) {
-            while ((slot = look(&shared.queue[queue][head + lane])) < 0) {
+            while ((slot = atomicExch(&shared.queue[queue][head + lane], -1)) < 0) {
             }
             row = look(host_to_gpu + slot);
         }
