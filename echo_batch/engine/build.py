@@ -12,6 +12,7 @@ from echo_batch.config import RunConfig
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.core import EngineCore
 from echo_batch.engine.plan import Plan
+from echo_batch.engine.precompile import Precompiler
 from echo_batch.engine.residency import resident_buckets, stays_resident
 from echo_batch.engine.runner import EagerRunner, GraphRunner, Runner, StepShape
 from echo_batch.engine.schedule import open_schedule
@@ -45,8 +46,12 @@ def build_core(
     device = torch.device(plan.device)
     ops = select_ops(device)
     residency = config.cache.residency == "auto"
+    shapes = step_shapes(plan, residency=residency, greedy_only=config.sampling.temperature == 0)
     started = time.perf_counter()
-    with _PoolsBeside(plan, config, device, ops) as pools:
+    with (
+        _PoolsBeside(plan, config, device, ops) as pools,
+        Precompiler(plan, shapes, select_ops(device)) as precompiler,
+    ):
 
         def told(done: int, total: int) -> None:
             pools.raise_if_failed()
@@ -63,20 +68,30 @@ def build_core(
             load_format=config.model.load_format,
             seed=config.sampling.seed,
             progress=told,
+            first_layers=precompiler.start if compiles_kernels(device) else None,
         )
         seconds = {"weights": time.perf_counter() - started}
         cache = pools.result()
         seconds["pools"] = pools.seconds
+        # Before graphs are captured, as nobody else may allocate or compile meanwhile.
+        precompiler.join()
+        if precompiler.seconds is not None:
+            seconds["compile"] = precompiler.seconds
         core = assemble_core(
             model, cache, ops, plan, eos_token_ids=model_config.eos_token_ids, make_detokenizer=make_detokenizer
         )
         core.schedule = schedule
         if isinstance(core.runner, GraphRunner):
-            core.runner.capture(step_shapes(plan, residency=residency, greedy_only=config.sampling.temperature == 0))
+            core.runner.capture(shapes)
             seconds["capture"] = core.runner.report.seconds
         core.startup_seconds = seconds
         pools.keep()
     return core
+
+
+def compiles_kernels(device: torch.device) -> bool:
+    """Whether ops of this device compile kernels at their first use."""
+    return device.type == "cuda"
 
 
 class _PoolsBeside:

@@ -94,7 +94,7 @@ class EngineCore:
     schedule: Recorder | Replay | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     startup_seconds: dict[str, float] = field(default_factory=dict)
-    """Of the parts of starting it, some of which ran beside each other: weights, pools, capture."""
+    """Of the parts of starting it, some of which ran beside each other: weights, pools, compile, capture."""
 
     @torch.inference_mode()
     def run(self, requests: Iterable[Request]) -> Generator[Completion | None, None, None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -120,15 +121,28 @@ def load_model(
     seed: int = 0,
     experts: range | None = None,
     progress: Progress | None = None,
+    first_layers: Callable[[Model], None] | None = None,
 ) -> Model:
     """Load `path` (or make random weights from `seed`) for `device` in compute dtype float32 or bfloat16.
 
     fp8 files are dequantized, except that on CUDA with bfloat16 their linears stay quantized. The index format follows
     the dtype: fp32 keys with float32, fp8 keys otherwise. `experts`: those that this worker holds (None: all).
-    ModelError names what is wrong with the checkpoint.
+    `first_layers` is told once, on the way, of a model of the first layers, enough for one of every kind, whose final
+    norm and head are other weights of the same shape. ModelError names what is wrong with the checkpoint.
     """
     assert dtype in (torch.float32, torch.bfloat16), dtype
     keep_quantized = device.type == "cuda" and dtype == torch.bfloat16
+
+    def as_model(weights: ModelWeights) -> Model:
+        return Model(
+            replace(config, layers=config.layers[: len(weights.layers)]),
+            weights,
+            ops,
+            row_format=RowFormat(row_kind, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim),
+            index_format=IndexFormat("fp32" if dtype == torch.float32 else "fp8", head_dim=config.index_head_dim),
+        )
+
+    told = None if first_layers is None else lambda weights: first_layers(as_model(weights))
     with ExitStack() as opened:
         source: TensorSource
         if load_format == "dummy":
@@ -144,16 +158,16 @@ def load_model(
         try:
             weights = WeightBuilder(
                 config, source, device, dtype, keep_quantized=keep_quantized, experts=experts
-            ).model()
+            ).model(told)
         except torch.cuda.OutOfMemoryError:
             raise ModelError("the weights do not fit in the memory of the GPU") from None
-    return Model(
-        config,
-        weights,
-        ops,
-        row_format=RowFormat(row_kind, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim),
-        index_format=IndexFormat("fp32" if dtype == torch.float32 else "fp8", head_dim=config.index_head_dim),
-    )
+    return as_model(weights)
+
+
+def num_first_layers(config: ModelConfig) -> int:
+    """How many layers, from the first on, have one of every kind among them (dense or experts, indexer or none)."""
+    kinds = [(layer.mlp, layer.indexer) for layer in config.layers]
+    return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
 class WeightBuilder:
@@ -176,12 +190,19 @@ class WeightBuilder:
         self._dtype = dtype
         self._keep_quantized = keep_quantized
 
-    def model(self) -> ModelWeights:
+    def model(self, first_layers: Callable[[ModelWeights], None] | None = None) -> ModelWeights:
+        """All weights; `first_layers` is told of those of the first `num_first_layers` in between."""
         embedding = self._plain("model.embed_tokens.weight", self._dtype)
-        layers = tuple(self._layer(i) for i in range(self._config.num_layers))
+        layers: list[LayerWeights] = []
+        for i in range(self._config.num_layers):
+            layers.append(self._layer(i))
+            if first_layers is not None and len(layers) == num_first_layers(self._config):
+                # Norm and head are read last: weights of their shapes stand for them.
+                norm = layers[0].input_norm
+                first_layers(ModelWeights(embedding=embedding, layers=tuple(layers), norm=norm, head=embedding))
         return ModelWeights(
             embedding=embedding,
-            layers=layers,
+            layers=tuple(layers),
             norm=self._plain("model.norm.weight"),
             head=self._plain("lm_head.weight", self._dtype),
         )

@@ -1,6 +1,7 @@
 """What the loader makes of files: dequantization, absorption, merging, stacking, quantized weights kept."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from echo_batch.kernels.weights import QuantizedWeight, dequantize
 from echo_batch.models.checkpoint import check_checkpoint
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.layers import ModelWeights, MoeWeights
-from echo_batch.models.loader import SafetensorsSource, WeightBuilder, load_model, read_order
+from echo_batch.models.loader import SafetensorsSource, WeightBuilder, load_model, num_first_layers, read_order
+from echo_batch.models.model import Model
 from tests.checkpoints import FAMILIES, Family, hf_config, quantize_blocks, random_state, write_directory
 from tests.models.oracle import CheckpointFixture
 
@@ -145,3 +147,32 @@ def test_a_worker_reads_only_its_experts(tiny_checkpoint: CheckpointFixture) -> 
         progress=lambda done, total: calls.append((done, total)),
     )
     assert calls[-1][0] == calls[-1][1] < 0.8 * checkpoint.num_bytes
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+@pytest.mark.parametrize("family", ["v32", "glm52"])
+def test_first_layers_are_told_of_on_the_way(
+    tiny_checkpoint: CheckpointFixture, family: Family, load_format: Literal["safetensors", "dummy"]
+) -> None:
+    path = tiny_checkpoint(family, "bf16") / "model"
+    done, told = [0], list[tuple[int, Model]]()
+    model = load_model(
+        ModelConfig.from_dir(path),
+        path,
+        device=CPU,
+        dtype=torch.float32,
+        row_kind="fp32",
+        ops=reference_ops(),
+        load_format=load_format,
+        progress=lambda read, total: done.__setitem__(0, read),
+        first_layers=lambda first: told.append((done[0], first)),
+    )
+    ((read, first),) = told
+    assert read < done[0] or load_format == "dummy"
+    number = num_first_layers(model.config)
+    assert first.config.layers == model.config.layers[:number] and 1 < number <= model.config.num_layers
+    ours, theirs = first.weights, model.weights
+    assert all(a is b for a, b in zip(ours.layers, theirs.layers[:number], strict=True))
+    assert ours.embedding is theirs.embedding
+    for stand_in, real in ((ours.norm, theirs.norm), (ours.head, theirs.head)):
+        assert (stand_in.shape, stand_in.dtype, stand_in.stride()) == (real.shape, real.dtype, real.stride())
