@@ -1,6 +1,10 @@
 """Kernels are compiled beside loading: by the launches of a run, on layers of their own, and never to its harm."""
 
+import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -228,6 +232,20 @@ def test_sizes_of_the_small_cache_compile_the_same_kernels(gpu_tokens: int, pref
         replace(planned, offload=False, prefetch="off", gpu_tokens=planned.host_tokens), ((0,),), 640
     )
     assert everything.gpu_tokens == everything.host_tokens == 640
+
+
+def test_a_run_launches_no_other_variants_of_kernels(tiny_checkpoint: CheckpointFixture) -> None:
+    """Of decode steps and of what the cache does, with pools of other sizes and over all layers."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.engine.launch_keys", str(tiny_checkpoint("glm52", "bf16") / "model")],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    compiled, launched = json.loads(result.stdout)
+    assert len(launched) > 30 and set(launched) == set(compiled)
 
 
 @pytest.mark.parametrize("limit", [1, 64, 65, 100, 128, 500, 4096])
