@@ -136,6 +136,17 @@ def test_text_too_deep_to_write_is_null() -> None:
     assert json_text(value) is None
 
 
+def clean(value: Any) -> Any:
+    """What is left of a JSON value where UTF-8 cannot hold it."""
+    if isinstance(value, str):
+        return without_surrogates(value)
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(name): clean(item) for name, item in value.items()}
+    return value
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), json_values, max_size=3), max_size=6))
 def test_any_rows_make_a_valid_table(rows: list[dict[str, Any]]) -> None:
@@ -145,8 +156,6 @@ def test_any_rows_make_a_valid_table(rows: list[dict[str, Any]]) -> None:
         for row, value in zip(rows, column.to_pylist()):
             original = row.get(field.name)
             if field.metadata == JSON_TEXT and original is not None:
-                assert json.loads(value) == json.loads(json.dumps(original).encode())
-            elif isinstance(original, str):
-                assert value == without_surrogates(original)
+                assert json.loads(value) == clean(original)
             else:
-                assert value == original
+                assert value == clean(original)
