@@ -33,6 +33,9 @@ _CPU_SHARE = 0.8
 """Of free memory, for everything on a CPU: Python objects, input and output need the rest."""
 _HOST_SHARE = 0.95
 """Of free host memory, for host pools asked for by size."""
+_PREFETCH_TOKENS = 1_000_000
+"""Host pool from which on fused prefetch is the default: a step of 1.3 and of 1.8 million scored tokens was measured
+(docs/prefetch.md), and with few tokens the scoring ends before a row can be copied beside it."""
 _CONTEXT_STEP = 1024
 """Step of the search for a context that fits."""
 _CPU_ROWS_WITHOUT_INPUT = 4
@@ -260,7 +263,7 @@ def _decide(
     chunk = _chunk_tokens(config, hardware, group, chunk_bytes, int(left * _CHUNK_SHARE))
     decode = seqs_bound * memory.decode_row_bytes(model, dtype=dtype, context=longest_row)
     activations = group * group_cost + max(chunk_bytes(chunk), decode)
-    prefetch = prefetch_mode(config)
+    prefetch = prefetch_mode(model, config, hardware, row, index)
     cache_fixed = memory.cache_fixed_bytes(model, row, index, prefetch=prefetch) if config.cache.offload else 0
 
     host_share = hardware.host_bytes // workers
@@ -293,7 +296,7 @@ def _decide(
         host_tokens=pools.host_tokens,
         gpu_tokens=pools.gpu_tokens,
         offload=config.cache.offload,
-        prefetch=prefetch,
+        prefetch="off" if config.cache.prefetch == "auto" and pools.host_tokens < _PREFETCH_TOKENS else prefetch,
     )
     max_num_seqs = config.engine.max_num_seqs or _auto_seqs(cache, known, workers, longest_row, seqs_bound)
     lookahead = config.engine.lookahead_steps
@@ -344,10 +347,18 @@ def _check_machine(config: RunConfig, hardware: Hardware) -> int:
     return workers
 
 
-def prefetch_mode(config: RunConfig) -> PrefetchMode:
-    """What `cache.prefetch` stands for. auto is off: the fused indexer wins 1 to 12 % of scores, top-k and recall
-    (docs/benchmarks.md), which a whole step has not been measured with."""
-    return "off" if config.cache.prefetch == "auto" or not config.cache.offload else config.cache.prefetch
+def prefetch_mode(
+    model: ModelConfig, config: RunConfig, hardware: Hardware, row: RowFormat, index: IndexFormat
+) -> PrefetchMode:
+    """What `cache.prefetch` stands for. auto is fused where that was measured to be faster: Hopper, fp8 rows and keys,
+    64 index heads, and (the caller looks at this) a host pool of _PREFETCH_TOKENS."""
+    if not config.cache.offload:
+        return "off"
+    if config.cache.prefetch != "auto":
+        return config.cache.prefetch
+    is_hopper = hardware.kind == "cuda" and hardware.compute_capability[0] == 9
+    is_measured = row.kind == index.kind == "fp8" and model.index_n_heads == 64
+    return "fused" if is_hopper and is_measured else "off"
 
 
 def _group_tokens(

@@ -65,7 +65,8 @@ def test_v32_on_8xh200_by_hand() -> None:
     assert memory.index_cache == 1_800_000 * 61 * 132 == 14_493_600_000
     assert memory.gpu_pool == cache.gpu_tokens * 61 * 656
     maps, lists, counters = 4 * 1_800_000 + 8 * cache.gpu_tokens, 2 * 4 * 32_768, 4 * (128 + 16) + 8 * 5
-    assert memory.metadata == 61 * (maps + lists + counters)
+    prefetch = 8 * (cache.gpu_tokens // 32) + 4 * 8 + 8 * 5
+    assert memory.metadata == 61 * (maps + lists + counters + prefetch)
     assert memory.host_pool == 0
     # The GPU pool takes what is left, to the last block.
     assert 0 <= memory.budget - memory.used < 64 * 61 * (656 + 8)
@@ -247,6 +248,21 @@ def test_formats_follow_machine_and_dtype() -> None:
     assert (fp8.row_format.kind, fp8.index_format.kind) == ("fp8", "fp32")
     with pytest.raises(ConfigError, match="Hopper"):
         plan("tiny", {"cache.kv_cache_dtype": "fp8"}, on="a100", host=1e11)
+
+
+def test_prefetch_is_on_where_it_was_measured_to_be_faster() -> None:
+    def mode(model: str = "v32", pool: str = "1.8M", on: str = "8xh200", **options: Any) -> str:
+        return plan(model, {"cache.host_pool": pool} | options, on=on, stats=INFINITEBENCH).cache.prefetch
+
+    assert mode() == "fused"
+    assert mode(pool="600K") == mode(on="8xb200") == mode(on="8xa100") == "off"
+    assert mode("glm52", "1M") == "off"  # 32 index heads
+    assert mode(**{"cache.offload": False}, pool="auto") == "off"
+    assert [mode(pool="600K", **{"cache.prefetch": p}) for p in ("off", "branch", "fused")] == [
+        "off",
+        "branch",
+        "fused",
+    ]
 
 
 def test_the_machine_must_have_what_is_asked() -> None:

@@ -42,7 +42,7 @@ class Instance(NamedTuple):
 
 
 SCORES_ONLY = Instance(stages=4, consumers=3)
-WITH_PREFETCH = Instance(stages=4, consumers=3, prefetch_warps=4, queue=256, early=8, rows=4)
+WITH_PREFETCH = Instance(stages=4, consumers=3, prefetch_warps=4, queue=192, early=6, rows=2)
 
 
 def supports(num_heads: int, fmt: IndexFormat) -> bool:

@@ -152,7 +152,7 @@ def test_cuda_with_a_low_prediction() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("queue", [256, 32])
+@pytest.mark.parametrize("queue", [192, 32])
 def test_cuda_long_contexts(queue: int) -> None:
     """Long enough that rows arrive while others are scored; a short queue drops some."""
     scenario = Scenario(
