@@ -73,22 +73,6 @@ PHASES: tuple[Phase, ...] = (
           max_records=64),
 )  # fmt: skip
 
-# Small steps for a CPU, from a checkpoint that copies digits but does not look up keys.
-MEND_PHASES: tuple[Phase, ...] = (
-    Phase(name="mend-512", mode="dense", length=512, batch=2, min_steps=200, max_steps=600, lr=7e-4, end_lr=2e-4,
-          goal=0.05, max_records=12, guide=0.2),
-    Phase(name="mend-1k", mode="dense", length=1024, batch=2, min_steps=200, max_steps=200, lr=6e-4, end_lr=3e-4,
-          max_records=24, guide=0.1),
-    Phase(name="mend-2k", mode="dense", length=2048, batch=1, min_steps=120, max_steps=120, lr=4e-4, end_lr=2e-4,
-          max_records=36, guide=0.05),
-    Phase(name="mend-8k", mode="dense", length=8192, batch=1, min_steps=24, max_steps=24, lr=2e-4, end_lr=3e-5,
-          max_records=64, guide=0.02),
-    Phase(name="mend-indexer-2k", mode="indexer", length=2048, batch=1, min_steps=150, max_steps=150, lr=1e-3,
-          end_lr=2e-4, max_records=36, num_sampled=96),
-    Phase(name="mend-indexer-8k", mode="indexer", length=8192, batch=1, min_steps=25, max_steps=25, lr=3e-4,
-          end_lr=1e-4, max_records=64, num_sampled=128),
-)  # fmt: skip
-
 
 @dataclass(slots=True)
 class Progress:
@@ -253,14 +237,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--until", default="", help="stop before the phase of this name")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--mend", action="store_true", help="run the phases that mend a checkpoint on a CPU")
     parser.add_argument("--small", action="store_true", help="a toy of the same shape, for a try on a CPU")
     args = parser.parse_args()
     deadline = time.monotonic() + args.time_limit
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    config, phases = TinyConfig(), MEND_PHASES if args.mend else PHASES
+    config, phases = TinyConfig(), PHASES
     if args.small:
         config, phases = small_run()
     model = TinyModel(config).to(device)
