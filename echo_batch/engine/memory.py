@@ -17,6 +17,15 @@ GIB = 2**30
 _RUNTIME_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 """CUDA context, library workspaces, NCCL and captured graphs; on CPU the interpreter and its libraries."""
 
+_ALLOCATOR_BYTES = {"cuda": GIB, "cpu": 0}
+"""Gaps between tensors that torch's GPU allocator holds while activations are at their most. Its segments can be
+extended (set in cli.py), so a gap that is too small for the next tensor is the end of a segment or lies between two
+tensors that live on. With one segment for each large tensor, its default, no number would do: index scores grow with
+every slice of a long prompt, and each finds all that were freed before it too small."""
+
+_MASKED_TOKENS = 256
+"""Up to here the library's experts get room for so many rows each (kernels/libs/deep_gemm.py)."""
+
 _SCORE_BYTES = 16
 """Of one index score in the references: fp32 score, its sortable key, masks of the selection."""
 
@@ -95,6 +104,11 @@ def runtime_bytes(kind: Literal["cpu", "cuda"]) -> int:
     return _RUNTIME_BYTES[kind]
 
 
+def allocator_bytes(kind: Literal["cpu", "cuda"]) -> int:
+    """Memory that the allocator may hold beyond what is in use."""
+    return _ALLOCATOR_BYTES[kind]
+
+
 def chunk_bytes(
     model: ModelConfig, *, dtype: Dtype, kind: Literal["cpu", "cuda"], chunk_tokens: int, context: int
 ) -> int:
@@ -106,7 +120,7 @@ def chunk_bytes(
     slice_tokens = min(chunk_tokens, SLICE_TOKENS)
     scores = min(4 * slice_tokens * context, SCORE_BYTES) * (_SCORE_BYTES // 4 if kind == "cpu" else 1)
     attention = slice_tokens * _attention_token_bytes(model, width) + scores + chunk_tokens * model.hidden_size * width
-    return max(attention, _mlp_bytes(model, width, chunk_tokens)) + chunk_tokens * model.hidden_size * width
+    return max(attention, _mlp_bytes(model, width, chunk_tokens, kind)) + chunk_tokens * model.hidden_size * width
 
 
 def _attention_token_bytes(model: ModelConfig, width: int) -> int:
@@ -121,13 +135,17 @@ def _attention_token_bytes(model: ModelConfig, width: int) -> int:
     return residual + query + output + indexer + 16 * model.index_topk
 
 
-def _mlp_bytes(model: ModelConfig, width: int, tokens: int) -> int:
+def _mlp_bytes(model: ModelConfig, width: int, tokens: int, kind: Literal["cpu", "cuda"]) -> int:
     """Of the dense or the routed MLP over so many tokens, each expert's rows rounded up to a tile of 128."""
     residual = tokens * model.hidden_size * (2 * width + 5)
     dense = tokens * model.intermediate_size * (3 * width + 1)
     # A single shared expert goes with the routed ones.
     pairs = tokens * (model.num_experts_per_tok + model.n_shared_experts)
-    rows = pairs + 128 * min(model.n_routed_experts + model.n_shared_experts, pairs)
+    experts = model.n_routed_experts + model.n_shared_experts
+    rows = pairs + 128 * min(experts, pairs)
+    if kind == "cuda" and tokens > 128:
+        # The last chunk may be one of those.
+        rows = max(rows, min(tokens, _MASKED_TOKENS) * experts)
     inner = model.moe_intermediate_size
     before = model.hidden_size + inner * 2 * width
     after = model.hidden_size * width + inner * (width + 1)

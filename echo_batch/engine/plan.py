@@ -67,6 +67,8 @@ class DeviceMemory:
     budget: int
     weights: int
     runtime: int
+    allocator: int
+    """What the allocator keeps beside the activations (memory.allocator_bytes)."""
     activations: int
     index_cache: int
     gpu_pool: int
@@ -75,7 +77,7 @@ class DeviceMemory:
 
     @property
     def used(self) -> int:
-        fixed = self.weights + self.runtime + self.activations
+        fixed = self.weights + self.runtime + self.allocator + self.activations
         return fixed + self.index_cache + self.gpu_pool + self.metadata + self.host_pool
 
 
@@ -251,8 +253,8 @@ def _decide(
     total = hardware.host_bytes if on_cpu else hardware.hbm_bytes
     utilization = config.engine.gpu_memory_utilization
     budget = int(total * _CPU_SHARE) if on_cpu else min(int(total * utilization), hardware.hbm_free_bytes)
-    runtime = memory.runtime_bytes(hardware.kind)
-    left = budget - weights - runtime
+    runtime, allocator = memory.runtime_bytes(hardware.kind), memory.allocator_bytes(hardware.kind)
+    left = budget - weights - runtime - allocator
 
     group_cost = memory.group_token_bytes(model, dtype=dtype, row=row, index=index)
     group = _group_tokens(config, hardware, longest_prompt, known, int(left * _GROUP_SHARE) // group_cost)
@@ -286,7 +288,7 @@ def _decide(
     problems = pools.problems
     if left - activations <= 0:
         what = "the weights" if left <= 0 else "weights and the activations of the longest prompt"
-        need = weights + runtime + (activations if left > 0 else 0)
+        need = weights + runtime + allocator + (activations if left > 0 else 0)
         problems = (Problem(f"{what} take {format_bytes(need)} per worker, {format_bytes(budget)} may be used", ""),)
     cache = CacheSpec(
         group_layers=model.group_layers,
@@ -321,6 +323,7 @@ def _decide(
             budget=budget,
             weights=weights,
             runtime=runtime,
+            allocator=allocator,
             activations=activations,
             index_cache=cache.index_cache_bytes,
             gpu_pool=cache.gpu_pool_bytes,

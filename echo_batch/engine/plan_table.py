@@ -23,6 +23,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "gpu_pool": memory.gpu_pool,
         "metadata": memory.metadata,
         "activations": memory.activations,
+        "allocator": memory.allocator,
         "runtime": memory.runtime,
         "host_pool": plan.host_pool_bytes,
         "device_used": memory.used,
@@ -142,6 +143,8 @@ def _memory_table(plan: Plan) -> Table:
     if cache.offload:
         add("cache metadata", memory.metadata)
     add("activations", memory.activations)
+    if memory.allocator:
+        add("allocator's gaps", memory.allocator)
     add("runtime, graphs", memory.runtime)
     if on_cpu and cache.offload:
         add("host pool", plan.host_pool_bytes, cache.host_tokens)

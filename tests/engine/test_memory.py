@@ -1,10 +1,16 @@
 """Bytes of weights and of one token, against numbers worked out by hand."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
-from echo_batch.engine.memory import token_bytes, weight_bytes
+from echo_batch.engine.memory import chunk_bytes, group_token_bytes, token_bytes, weight_bytes
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.models.config import ModelConfig
+from tests.engine.prefill_memory import CASES, CONFIGS
 from tests.geometries import GLM5, GLM52, TINY, V32
 
 FP8, BF16 = RowFormat("fp8"), RowFormat("bf16")
@@ -55,3 +61,20 @@ def test_float32_weights_are_four_bytes_each() -> None:
 def test_experts_are_spread_and_the_rest_is_not(workers: int, share: int) -> None:
     weights = weight_bytes(ModelConfig.from_hf_dict(V32), dtype="bfloat16", keep_fp8=True)
     assert weights.per_worker(workers) == weights.replicated + weights.experts * share // 256
+
+
+def test_a_prefill_takes_no_more_than_estimated() -> None:
+    """Every allocation of the GPU's code at full size, on tensors without data."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.engine.prefill_memory"],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    for (name, chunk, lengths), peak in zip(CASES, json.loads(result.stdout), strict=True):
+        model = ModelConfig.from_hf_dict(CONFIGS[name])
+        inside = chunk_bytes(model, dtype="bfloat16", kind="cuda", chunk_tokens=chunk, context=max(lengths))
+        estimate = inside + sum(lengths) * group_token_bytes(model, dtype="bfloat16", row=FP8, index=INDEX)
+        assert 0.7 * estimate < peak <= estimate, (name, chunk, lengths, peak, estimate)

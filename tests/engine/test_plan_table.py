@@ -46,7 +46,7 @@ def test_json_has_tokens_and_bytes_per_worker_and_in_total() -> None:
     assert values["bytes"]["per_worker"]["host_pool"] == 72_028_800_000
     assert values["bytes"]["total"]["host_pool"] == 8 * 72_028_800_000
     per_worker = values["bytes"]["per_worker"]
-    parts = ("weights", "indexer_cache", "gpu_pool", "metadata", "activations", "runtime")
+    parts = ("weights", "indexer_cache", "gpu_pool", "metadata", "activations", "allocator", "runtime")
     assert sum(per_worker[name] for name in parts) == per_worker["device_used"] <= per_worker["device_budget"]
 
 
@@ -64,6 +64,7 @@ def test_tables_name_every_part_and_the_remedy() -> None:
         "1,800,000",
         "200,000",
         "cache metadata",
+        "allocator's gaps",
         "72.0 GB",
         "576 GB",
         "8 x h200",
@@ -75,7 +76,7 @@ def test_tables_name_every_part_and_the_remedy() -> None:
 def test_tables_of_a_cpu_plan_count_the_host_pool_once() -> None:
     text = shown(plan(TINY, "cpu", STATS))
     assert "10 rows (2 bad), 30,000 prompt tokens" in text and "fits" in text
-    assert text.count("\nhost pool") == 1
+    assert text.count("\nhost pool") == 1 and "allocator" not in text
     off = shown(plan(TINY, "cpu", STATS, cache__offload="off"))
     assert "cache metadata" not in off and "\nhost pool" not in off
 
