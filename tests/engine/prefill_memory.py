@@ -133,25 +133,32 @@ def gpu_ops() -> Ops:
     return replace(ops, topk_rows=lambda scores, *_, first=0: empty(scores.shape[0], dtype=torch.float32))
 
 
-def peak_bytes(config: ModelConfig, ops: Ops, chunk_tokens: int, lengths: Sequence[int]) -> int:
-    row, index = RowFormat("fp8"), IndexFormat("fp8")
+def make_model(name: str, ops: Ops) -> Model:
+    """The first layers of a model."""
+    config = ModelConfig.from_hf_dict(CONFIGS[name])
+    config = replace(config, layers=config.layers[: LAYERS[name]])
     weights = WeightBuilder(config, _Source(config), META, torch.bfloat16, keep_quantized=True).model()
-    model = Model(config, weights, ops, row_format=row, index_format=index)
+    return Model(config, weights, ops, row_format=RowFormat("fp8"), index_format=IndexFormat("fp8"))
+
+
+def peak_bytes(model: Model, chunk_tokens: int, lengths: Sequence[int]) -> int:
+    """Of one group of prompts of these lengths."""
     spec = CacheSpec(
-        group_layers=config.group_layers,
-        row_format=row,
-        index_format=index,
-        index_topk=config.index_topk,
+        group_layers=model.config.group_layers,
+        row_format=model.row_format,
+        index_format=model.index_format,
+        index_topk=model.config.index_topk,
         host_tokens=1 << 20,
         gpu_tokens=1 << 16,
     )
+    cache: Any = _Cache(spec)
     prompts, first = list[Prompt](), 0
     for length in lengths:
         blocks = range(first, first + -(-length // 64))
         prompts.append(Prompt(token_ids=[0] * length, blocks=list(blocks)))
         first = blocks.stop
     with Peak() as peak:
-        for _ in prefill(model, _Cache(spec), ops, prompts, chunk_tokens=chunk_tokens, on_device=META):  # type: ignore[arg-type]
+        for _ in prefill(model, cache, model.ops, prompts, chunk_tokens=chunk_tokens, on_device=META):
             pass
     return peak.peak_bytes
 
@@ -159,12 +166,8 @@ def peak_bytes(config: ModelConfig, ops: Ops, chunk_tokens: int, lengths: Sequen
 def main() -> None:
     JITFunction.run = lambda self, *args, **kwargs: None
     ops = gpu_ops()
-    found = []
-    for name, chunk_tokens, lengths in CASES:
-        config = ModelConfig.from_hf_dict(CONFIGS[name])
-        config = replace(config, layers=config.layers[: LAYERS[name]])
-        found.append(peak_bytes(config, ops, chunk_tokens, lengths))
-    print(json.dumps(found))
+    models = {name: make_model(name, ops) for name in LAYERS}
+    print(json.dumps([peak_bytes(models[name], chunk, lengths) for name, chunk, lengths in CASES]))
 
 
 if __name__ == "__main__":
