@@ -46,8 +46,9 @@ typecheck: $(STAMP) ## mypy.
 unit: $(STAMP) ## pytest without what needs a GPU or measures time.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -q
 
+# Side by side: most of their time is compiling and launching, not the GPU's.
 test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU.
-	$(BIN)/pytest -m gpu -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m gpu -n 4 --dist worksteal -q
 
 bench: $(STAMP) ## The measurements (on whatever machine this is).
 	$(BIN)/pytest -m bench -q -s

@@ -54,7 +54,8 @@ _SHALLOW = "--layers 8 --context 32K --steps 100 --locality 0.97"
 _DEEP = "--context 96K --steps 40 --ep-slice 8 --locality 0.99"
 
 ITEMS = (
-    tests("engine", "tests/engine", "tests/cache", "tests/test_demo_lossless.py"),
+    tests("decode", "tests/engine/test_gpu_decode.py"),
+    tests("prefill", "tests/engine/test_gpu_prefill.py", "tests/cache", "tests/test_demo_lossless.py"),
     tests("libraries", "tests/kernels/libs", "tests/kernels/triton/test_moe.py", "tests/kernels/triton/test_linear.py"),
     tests("cache", "tests/kernels/triton/test_cache_ops.py", "tests/kernels/triton/test_cache_graphs.py",
           "tests/kernels/triton/test_row_copy.py", "tests/kernels/triton/test_indexer_prefetch.py"),
@@ -62,7 +63,7 @@ ITEMS = (
           "--ignore=tests/kernels/triton/test_linear.py", "--ignore=tests/kernels/triton/test_cache_ops.py",
           "--ignore=tests/kernels/triton/test_cache_graphs.py", "--ignore=tests/kernels/triton/test_row_copy.py",
           "--ignore=tests/kernels/triton/test_indexer_prefetch.py"),
-    bench("decode", "decode", "decode", f"{_SHALLOW} --batch 3,19 --gpu-pool 110K --host-pool 700K"),
+    bench("decode", "decode", "decode", f"{_SHALLOW} --batch 3,19,27 --gpu-pool 110K --host-pool 900K"),
     bench("decode-off", "decode", "decode", f"{_SHALLOW} --batch 3 --host-pool 110K --offload off"),
     bench("decode-fused", "decode", "decode",
           f"{_SHALLOW} --batch 19 --gpu-pool 110K --host-pool 700K --prefetch fused"),
@@ -72,8 +73,11 @@ ITEMS = (
           " --offload off --locality 0.99"),
     bench("managed", "residency", "decode", "--context 32K --steps 60 --ep-slice 8 --batch 3 --gpu-pool 110K"
           " --host-pool 110K --residency off --locality 0.99"),
-    bench("deep", "deep", "decode", f"{_DEEP} --batch 18 --gpu-pool 200K --host-pool 1.8M", 150),
-    bench("deep-fused", "deep", "decode", f"{_DEEP} --batch 18 --gpu-pool 200K --host-pool 1.8M --prefetch fused", 150),
+    *(
+        bench(f"deep-{pool}", "deep", "decode", f"{_DEEP} --batch 18 --gpu-pool {pool} --host-pool 1.8M", 150)
+        for pool in ("380K", "200K", "110K")
+    ),
+    bench("deep-fused", "deep", "decode", f"{_DEEP} --batch 18 --gpu-pool 110K --host-pool 1.8M --prefetch fused", 150),
     bench("deep-off", "deep", "decode", f"{_DEEP} --batch 1,2,3 --host-pool 380K --offload off", 150),
     bench("prefill", "prefill", "prefill", "--layers 8 --context 32K --prompts 24 --chunk 32K --group 32K"),
     bench("prefill-16k", "prefill", "prefill", "--layers 8 --context 32K --prompts 8"),
@@ -200,15 +204,16 @@ def _ratios(folder: Path) -> list[str]:
         return float(cases[0]["tok_s"]) if cases else None
 
     pairs = [
-        ("8 layers, batch 19 over batch 3 without offloading", rate("decode", 19), rate("decode-off", 3)),
+        ("8 layers, batch 27 over batch 3 without offloading", rate("decode", 27), rate("decode-off", 3)),
         ("8 layers, fused prefetch over none", rate("decode-fused", 19), rate("decode", 19)),
         ("61 layers, resident over offloading off", rate("resident"), rate("resident-off")),
         ("61 layers, managed over offloading off", rate("managed"), rate("resident-off")),
         *(
-            (f"61 layers, batch 18 over {b} without offloading", rate("deep", 18), rate("deep-off", b))
-            for b in (1, 2, 3)
+            (f"61 layers, batch 18 over {b} without offloading, pool {pool}", rate(f"deep-{pool}"), rate("deep-off", b))
+            for b, pool in ((1, "110K"), (2, "200K"), (3, "380K"))
         ),
-        ("61 layers, fused prefetch over none", rate("deep-fused", 18), rate("deep", 18)),
+        ("61 layers, equal memory: pool 110K and keys over batch 3", rate("deep-110K"), rate("deep-off", 3)),
+        ("61 layers, fused prefetch over none", rate("deep-fused"), rate("deep-110K")),
         ("a shared prefix over prompts apart", rate("prefill-shared"), rate("prefill-apart")),
         ("a suffix: prefix streamed over recalled", rate("suffix-streamed"), rate("suffix-recalled")),
     ]

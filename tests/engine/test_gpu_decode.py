@@ -25,7 +25,7 @@ from tests.models.oracle import CheckpointFixture
 
 pytestmark = pytest.mark.gpu
 
-BATCH, CONTEXT, STEPS = 3, 300, 200
+BATCH, CONTEXT, STEPS, EAGER_STEPS = 3, 300, 200, 100
 SHAPE = StepShape(bucket=4, greedy_only=True)
 BLOCKS = -(-(CONTEXT + STEPS + 1) // 64)
 """Of each row."""
@@ -81,6 +81,7 @@ def run(
     leave_at: int | None = None,
     keep: bool = True,
     context: int = CONTEXT,
+    room: int = STEPS,
     steps: int = STEPS,
 ) -> Iterator[tuple[Tensor, KVCache]]:
     """Teacher-forced steps on synthetic contexts; yields each step's logits of the active rows.
@@ -90,11 +91,11 @@ def run(
     device = torch.device("cuda")
     cache = make_cache(spec, device, model.ops, poison=poison, residency=residency)
     try:
-        state = BatchState.allocate(SHAPE.bucket, context + steps + 1, spec.num_groups, device)
+        state = BatchState.allocate(SHAPE.bucket, context + room + 1, spec.num_groups, device)
         runner = GraphRunner(model, cache, model.ops, state, depth=1)
         if graph:
             runner.capture([SHAPE, replace(SHAPE, resident=True)] if residency else [SHAPE])
-        fill_contexts(model, cache, model.ops, state, batch=BATCH, context=context, room=steps + 1, seed=3)
+        fill_contexts(model, cache, model.ops, state, batch=BATCH, context=context, room=room + 1, seed=3)
         max_blocks = state.block_table.shape[1]
         for step, tokens in enumerate(forced_tokens(model)[:steps]):
             state.token_ids.copy_(tokens)
@@ -142,27 +143,29 @@ def expected(model: Model) -> Tensor:
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("gpu_tokens", [128, 320, 4096])
 def test_offloading_changes_no_bit(model: Model, expected: Tensor, gpu_tokens: int, graph: bool) -> None:
-    steps = []
-    for logits, cache in run(model, spec_of(model, gpu_tokens=gpu_tokens), graph=graph, poison=True):
+    steps, num_steps = [], STEPS if graph else EAGER_STEPS
+    spec = spec_of(model, gpu_tokens=gpu_tokens)
+    for logits, cache in run(model, spec, graph=graph, poison=True, steps=num_steps):
         steps.append(logits)
         if len(steps) % 50 == 0:
             cache.check_invariants()
-        counters = cache.counters() if len(steps) == STEPS else None
-    assert torch.equal(torch.stack(steps), expected)
-    assert counters is not None and sum(counters.offloaded_rows) == STEPS * BATCH * len(model.config.group_layers)
-    assert (sum(counters.evicted_rows) > STEPS) == (gpu_tokens < 4096)
+        counters = cache.counters() if len(steps) == num_steps else None
+    assert torch.equal(torch.stack(steps), expected[:num_steps])
+    assert counters is not None and sum(counters.offloaded_rows) == num_steps * BATCH * len(model.config.group_layers)
+    assert (sum(counters.evicted_rows) > num_steps) == (gpu_tokens < 4096)
 
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("mode", ["branch", "fused"])
 def test_prefetch_changes_no_bit(model: Model, expected: Tensor, mode: PrefetchMode, graph: bool) -> None:
-    steps = []
-    for logits, cache in run(model, spec_of(model, gpu_tokens=512, prefetch=mode), graph=graph, poison=True):
+    steps, num_steps = [], STEPS if graph else EAGER_STEPS
+    spec = spec_of(model, gpu_tokens=512, prefetch=mode)
+    for logits, cache in run(model, spec, graph=graph, poison=True, steps=num_steps):
         steps.append(logits)
         if len(steps) % 50 == 0:
             cache.check_invariants()
-        counters = cache.prefetch_counters() if len(steps) == STEPS else None
-    assert torch.equal(torch.stack(steps), expected)
+        counters = cache.prefetch_counters() if len(steps) == num_steps else None
+    assert torch.equal(torch.stack(steps), expected[:num_steps])
     assert counters is not None and sum(counters.candidates) > 0
     # In a context of a few pages the fused kernel has scored everything before it could copy a row.
     assert mode == "fused" or sum(counters.used) > 0
@@ -175,10 +178,11 @@ def test_prefetch_in_long_contexts_changes_no_bit(model: Model, mode: PrefetchMo
     context, num_steps = 50_000, 24
     sizes = dict(host_tokens=-(-(context + num_steps + 1) // 64) * 64 * BATCH)
     plain = spec_of(model, gpu_tokens=0, offload=False, **sizes)
-    expected = all_logits(model, plain, graph=False, context=context, steps=num_steps)
+    lengths = dict(context=context, room=num_steps, steps=num_steps)
+    expected = all_logits(model, plain, graph=False, **lengths)
     steps = []
     spec = spec_of(model, gpu_tokens=2048, prefetch=mode, **sizes)
-    for logits, cache in run(model, spec, graph=graph, poison=True, context=context, steps=num_steps):
+    for logits, cache in run(model, spec, graph=graph, poison=True, **lengths):  # type: ignore[arg-type]
         steps.append(logits)
         cache.check_invariants()
         counters = cache.prefetch_counters() if len(steps) == num_steps else None
@@ -192,15 +196,16 @@ def test_residency_changes_no_bit(
     model: Model, expected: Tensor, leave_at: int | None, keep: bool, graph: bool
 ) -> None:
     spec = spec_of(model, gpu_tokens=BATCH * BLOCKS * 64)
-    steps = []
-    for logits, cache in run(model, spec, graph=graph, poison=True, residency=True, leave_at=leave_at, keep=keep):
+    steps, num_steps = [], STEPS if graph else EAGER_STEPS
+    options = dict(residency=True, leave_at=leave_at, keep=keep, steps=num_steps)
+    for logits, cache in run(model, spec, graph=graph, poison=True, **options):  # type: ignore[arg-type]
         steps.append(logits)
-        if len(steps) in (60, 71, STEPS):
+        if len(steps) in (60, 71, num_steps):
             cache.check_invariants(range(BATCH * BLOCKS))
-        counters = cache.counters() if len(steps) == STEPS else None
-    assert torch.equal(torch.stack(steps), expected)
+        counters = cache.counters() if len(steps) == num_steps else None
+    assert torch.equal(torch.stack(steps), expected[:num_steps])
     assert counters is not None
-    managed_steps = 0 if leave_at is None else STEPS - leave_at
+    managed_steps = 0 if leave_at is None else num_steps - leave_at
     assert sum(counters.offloaded_rows) == managed_steps * BATCH * spec.num_groups
     # Rows that stay are hits; with none of them every selected row came from what leaving copied to the host.
     assert (sum(counters.recalled_rows) > 0) == (not keep)

@@ -51,17 +51,17 @@ def test_memory_with_a_real_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["big.parquet", "big.json.gz"])
 def test_memory_of_other_forms(tmp_path: Path, name: str) -> None:
-    write_rows(tmp_path / name, make_rows(2_000, 50_000, 1))
+    write_rows(tmp_path / name, make_rows(600, 50_000, 1))
     found = measure(tmp_path / name, write_one_token(tmp_path / "tokenizer.json"))
-    assert found["rows"] == 2_000
+    assert found["rows"] == 600
     assert found["peak_rss_mb"] < 450
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """A tenth of 200,000 rows x 50 KB: 1 GB of text."""
-    write_rows(tmp_path / "big.jsonl", make_rows(20_000, 50_000, 2))
-    assert (tmp_path / "big.jsonl").stat().st_size > 0.95e9
+    """400 MB of text, more than the memory allowed; docs/benchmarks.md has 10 GB."""
+    write_rows(tmp_path / "big.jsonl", make_rows(8_000, 50_000, 2))
+    assert (tmp_path / "big.jsonl").stat().st_size > 0.38e9
     found = measure(tmp_path / "big.jsonl", write_one_token(tmp_path / "tokenizer.json"), "--pull-rows", "1000")
-    assert found["rows"] == 20_000
+    assert found["rows"] == 8_000
     assert found["index_bytes_per_row"] <= 64
     assert found["peak_rss_mb"] < 300

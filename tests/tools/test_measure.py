@@ -42,11 +42,12 @@ def test_nothing_starts_after_the_deadline(tmp_path: Path):
 
 
 def test_ratios_are_of_the_named_cases(tmp_path: Path):
-    for name, cases in (("deep", [(18, 360.0)]), ("deep-off", [(1, 60.0), (2, 100.0), (3, 150.0)])):
+    offload = [(f"deep-{pool}", [(18, rate)]) for pool, rate in (("110K", 360.0), ("200K", 370.0), ("380K", 390.0))]
+    for name, cases in (*offload, ("deep-off", [(1, 60.0), (2, 100.0), (3, 150.0)])):
         found = {"cases": [{"batch": batch, "tok_s": rate, "step_ms": 1.0} for batch, rate in cases]}
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
     lines = list(summary(tmp_path, [i for i in ITEMS if i.group == "deep"]))
-    assert [line.rsplit(" ", 1)[1] for line in lines if line.endswith("x")] == ["6.000x", "3.600x", "2.400x"]
+    assert [line.rsplit(" ", 1)[1] for line in lines if line.endswith("x")] == ["6.000x", "3.700x", "2.600x", "2.400x"]
 
 
 def test_items_can_be_chosen(tmp_path: Path):
