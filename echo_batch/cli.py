@@ -48,8 +48,6 @@ def main() -> None:
     # Set before torch loads its OpenMP: threads that spin while they wait make a CPU run many times slower as soon as
     # anything else wants the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Set before torch looks at it: what the plan expects of the GPU's allocator (engine/memory.py).
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     app()
 
 

@@ -79,6 +79,8 @@ class EngineConfig:
     """Tokens of all prompts that are prefilled together, layer by layer; None lets the plan choose."""
     lookahead_steps: int | None = None
     """Decode steps launched before the oldest one's tokens are read; None: 0 on CPU, 2 on GPU."""
+    precompile: Literal["auto", "off"] = "auto"
+    """auto: on a GPU, kernels are compiled in a thread while weights load (engine/precompile.py)."""
     schedule: str | None = None
     """record:FILE writes what the engine does; replay:FILE does it again and compares (docs/lossless.md)."""
 

@@ -68,7 +68,7 @@ def build_core(
             load_format=config.model.load_format,
             seed=config.sampling.seed,
             progress=told,
-            first_layers=precompiler.start if compiles_kernels(device) else None,
+            first_layers=precompiler.start if compiles_kernels(device) and config.engine.precompile == "auto" else None,
         )
         seconds = {"weights": time.perf_counter() - started}
         cache = pools.result()

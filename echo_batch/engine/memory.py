@@ -18,10 +18,11 @@ _RUNTIME_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 """CUDA context, library workspaces, NCCL and captured graphs; on CPU the interpreter and its libraries."""
 
 _ALLOCATOR_BYTES = {"cuda": GIB, "cpu": 0}
-"""Gaps between tensors that torch's GPU allocator holds while activations are at their most. Its segments can be
-extended (set in cli.py), so a gap that is too small for the next tensor is the end of a segment or lies between two
-tensors that live on. With one segment for each large tensor, its default, no number would do: index scores grow with
-every slice of a long prompt, and each finds all that were freed before it too small."""
+"""Gaps between tensors that torch's GPU allocator holds while activations are at their most, if its segments can be
+extended (PYTORCH_ALLOC_CONF): the ends of segments, and gaps between two tensors that live on. With one segment for
+each large tensor, its default, no number would do: index scores grow with every slice of a long prompt, and each finds
+all that were freed before it too small. Those lie in the memory that the plan leaves alone, and are given back under
+pressure."""
 
 _MASKED_TOKENS = 256
 """Up to here the library's experts get room for so many rows each (kernels/libs/deep_gemm.py)."""
