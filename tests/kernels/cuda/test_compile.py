@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echo_batch.kernels.cuda.indexer import SCORES_ONLY, WITH_PREFETCH
 from echo_batch.kernels.cuda.topk import choose_instance
 
 nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -48,3 +49,21 @@ def test_topk(num_rows: int, width: int, tmp_path: Path) -> None:
 def test_sampling(aligned: int, tmp_path: Path) -> None:
     defines = dict(CLUSTER=8, THREADS=512, MIN_BLOCKS=2, ALIGNED=aligned)
     assert " 0 bytes spill stores" in compile_source("sampling.cu", defines, tmp_path / "sampling.cubin")
+
+
+@nvcc
+@pytest.mark.parametrize(("heads", "vectors", "with_prefetch"), [(64, 41, True), (64, 1, False), (32, 80, True)])
+def test_indexer(heads: int, vectors: int, with_prefetch: bool, tmp_path: Path) -> None:
+    instance = WITH_PREFETCH if with_prefetch else SCORES_ONLY
+    defines = dict(
+        HEADS=heads,
+        STAGES=instance.stages,
+        READ_ONCE=int(instance.read_once),
+        CONSUMERS=instance.consumers,
+        PREFETCH=instance.prefetch_warps,
+        QUEUE=max(1, instance.queue),
+        EARLY=instance.early,
+        VECTORS=vectors,
+        ROWS=max(1, instance.rows),
+    )
+    assert "registers" in compile_source("indexer.cu", defines, tmp_path / "indexer.cubin")
