@@ -1,0 +1,282 @@
+"""A batch whose queries drift, with its caches; a layer's scores, top-k and recall in every prefetch mode."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echo_batch.cache.spec import NUM_CANDIDATES
+from echo_batch.kernels.contracts import GroupMaps, make_maps
+from echo_batch.kernels.cuda import indexer as cuda_indexer
+from echo_batch.kernels.cuda.indexer import SCORES_ONLY, WITH_PREFETCH, Instance
+from echo_batch.kernels.cuda.topk import topk_positions
+from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
+from echo_batch.kernels.libs.deep_gemm import DeepGemm
+from echo_batch.kernels.prefetch_state import PrefetchState, make_prefetch_state
+from echo_batch.kernels.triton import cache_ops, indexer_prefetch
+from echo_batch.kernels.triton.row_copy import copy_rows
+from echo_batch.kernels.triton.slots import positions_to_slots
+
+HEADS = 64
+INDEX = IndexFormat("fp8")
+ROWS = RowFormat("fp8")
+LAYERS = 4
+FEW_LAYERS = 1
+REPLAYS = 25
+SEARCH_STEPS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the benchmark. `set_aside`: rows that prefetch may take in a step and layer."""
+
+    batch: int = 13
+    length: int = 98304
+    topk: int = 2048
+    host_tokens: int = 1_800_000
+    gpu_tokens: int = 200_000
+    set_aside: int = 4096
+    weights_drift: bool = False
+
+
+class Workload:
+    """A batch whose queries drift, with LAYERS selection groups and the caches of their rows."""
+
+    def __init__(self, shape: Shape, library: DeepGemm | None) -> None:
+        self.shape = shape
+        self.library = library
+        device = torch.device("cuda")
+        num_blocks = shape.host_tokens // BLOCK_SIZE
+        num_slots = num_blocks * BLOCK_SIZE
+        self.pages = torch.empty(num_blocks, INDEX.page_bytes, dtype=torch.uint8, device=device)
+        keys = torch.randn(num_blocks, BLOCK_SIZE * INDEX.head_dim, device=device).to(torch.float8_e4m3fn)
+        self.pages[:, : BLOCK_SIZE * INDEX.head_dim] = keys.view(torch.uint8)
+        scales = torch.rand(num_blocks, BLOCK_SIZE, device=device) * 0.2 + 0.9
+        self.pages[:, BLOCK_SIZE * INDEX.head_dim :] = scales.view(torch.uint8)
+        blocks_each = -(-shape.length // BLOCK_SIZE)
+        self.table = torch.randperm(num_blocks, device=device)[: shape.batch * blocks_each].to(torch.int32)
+        self.table = self.table.view(shape.batch, blocks_each).contiguous()
+        self.lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
+        self.host = torch.empty(num_slots, ROWS.row_bytes, dtype=torch.uint8, pin_memory=True)
+        for start in range(0, num_slots, 1 << 18):
+            part = self.host[start : start + (1 << 18)]
+            part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8, device=device))
+        self.gpu = torch.zeros(LAYERS, shape.gpu_tokens, ROWS.row_bytes, dtype=torch.uint8, device=device)
+        self.maps: GroupMaps = make_maps(
+            LAYERS,
+            gpu_tokens=shape.gpu_tokens,
+            host_tokens=num_slots,
+            num_candidates=min(NUM_CANDIDATES, shape.gpu_tokens),
+            device=device,
+        )
+        self.state: PrefetchState = make_prefetch_state(LAYERS, shape.set_aside, device)
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.predicted = torch.empty(LAYERS, shape.batch, device=device)
+        self.query = torch.empty(LAYERS, shape.batch, HEADS, INDEX.head_dim, device=device)
+        self.weights = torch.empty(LAYERS, shape.batch, HEADS, device=device)
+        self.fp8_query = torch.empty_like(self.query, dtype=torch.float8_e4m3fn)
+        self.used_weights = torch.empty_like(self.weights)
+        self.schedule = None if library is None else library.index_schedule(self.lengths)
+        self.groups = [self.maps.group(g) for g in range(LAYERS)]
+        self.states = [self.state.group(g) for g in range(LAYERS)]
+        self.side = torch.cuda.Stream()
+
+    # --- the workload
+    def restart(self) -> None:
+        """New queries, no prediction; the pool full of random rows that were used lately."""
+        num_rows = self.shape.gpu_tokens
+        self.maps.reset()
+        self.state.reset()
+        self.query.normal_()
+        self.weights.normal_().mul_(HEADS**-0.5)
+        self.predicted.fill_(float("nan"))
+        self.step.fill_(100)
+        positions = torch.randperm(self.shape.batch * self.shape.length, device="cuda")[:num_rows]
+        rows, columns = positions // self.shape.length, positions % self.shape.length
+        slots = self.table[rows, columns // BLOCK_SIZE] * BLOCK_SIZE + (columns % BLOCK_SIZE).to(torch.int32)
+        self.maps.gpu_to_host[:, : slots.numel()] = slots
+        self.maps.host_to_gpu[:, slots] = torch.arange(slots.numel(), dtype=torch.int32, device="cuda")
+        self.maps.priority[:, : slots.numel()] = torch.randint(
+            1, 100, (LAYERS, slots.numel()), dtype=torch.int32, device="cuda"
+        )
+        for layer in range(LAYERS):
+            copy_rows(self.host, slots, self.gpu[layer], None, None)
+
+    def drift(self, factor: float) -> None:
+        """One step of the process, for all layers; in the second half of them all heads have positive weights."""
+        rest = (1 - factor * factor) ** 0.5
+        self.query.mul_(factor).add_(torch.randn_like(self.query), alpha=rest)
+        if self.shape.weights_drift:
+            self.weights.mul_(factor).add_(torch.randn_like(self.weights), alpha=rest * HEADS**-0.5)
+        self.fp8_query.copy_(self.query)
+        self.used_weights.copy_(self.weights)
+        self.used_weights[LAYERS // 2 :].abs_()
+
+    def warm_up(self, factor: float, num_steps: int) -> float:
+        """Decode steps without prefetch; returns the hit rate of the last third."""
+        counted = None
+        for number in range(num_steps):
+            self.drift(factor)
+            cache_ops.begin_step(self.maps, self.step)
+            if number == num_steps - num_steps // 3:
+                counted = self.maps.totals.clone()
+            for layer in range(LAYERS):
+                self.serial(layer)
+        cache_ops.begin_step(self.maps, self.step)  # adds the counts of the last one
+        assert counted is not None
+        selected, missing = (self.maps.totals - counted)[:, :2].sum(0).tolist()
+        return 1 - missing / selected
+
+    def find_drift(self, hit_rate: float) -> float:
+        """The factor at which the hit rate is nearest to the wanted one (bisection)."""
+        low, high = 0.0, 0.9999
+        for _ in range(9):
+            # Hit rates change fastest near one.
+            middle = 1 - ((1 - low) * (1 - high)) ** 0.5
+            self.restart()
+            if self.warm_up(middle, SEARCH_STEPS) < hit_rate:
+                low = middle
+            else:
+                high = middle
+        return 1 - ((1 - low) * (1 - high)) ** 0.5
+
+    # --- one layer in each mode
+    def scores(self, layer: int) -> Tensor:
+        arguments = (self.fp8_query[layer], self.used_weights[layer], self.pages, self.table, self.lengths, INDEX)
+        if self.library is None:
+            return cuda_indexer.index_scores_paged(*arguments)
+        return self.library.index_scores_paged(*arguments, self.schedule)
+
+    def finish(self, layer: int, scores: Tensor, skip: int, before_resolve: Callable[[], None]) -> tuple[Tensor, ...]:
+        """Top-k and resolve; the candidates before `skip` are set aside."""
+        selected, _ = topk_positions(scores, self.lengths, self.shape.topk, self.predicted[layer], update=True)
+        slots = positions_to_slots(selected, self.table)
+        before_resolve()
+        resolution = cache_ops.resolve(self.groups[layer], slots, self.step, self.host, self.gpu[layer], skip=skip)
+        return scores, slots, resolution.rows
+
+    def serial(self, layer: int) -> tuple[Tensor, ...]:
+        """Scores (DeepGEMM where it is there), top-k, resolve with all copies."""
+        return self.finish(layer, self.scores(layer), self.shape.batch, lambda: None)
+
+    def serial_own(self, layer: int, *, instance: Instance = SCORES_ONLY) -> tuple[Tensor, ...]:
+        """The same with this project's scores."""
+        arguments = (self.fp8_query[layer], self.used_weights[layer], self.pages, self.table, self.lengths, INDEX)
+        scores = cuda_indexer.index_scores_paged(*arguments, instance=instance)
+        return self.finish(layer, scores, self.shape.batch, lambda: None)
+
+    def fused(self, layer: int, *, instance: Instance = WITH_PREFETCH) -> tuple[Tensor, ...]:
+        """Scores and prefetch in one kernel."""
+        scores = cuda_indexer.index_scores_prefetch(
+            self.fp8_query[layer],
+            self.used_weights[layer],
+            self.pages,
+            self.table,
+            self.lengths,
+            INDEX,
+            predicted=self.predicted[layer],
+            maps=self.groups[layer],
+            state=self.states[layer],
+            step=self.step,
+            host_rows=self.host,
+            gpu_rows=self.gpu[layer],
+            instance=instance,
+        )
+        return self.finish(layer, scores, self.shape.batch + self.shape.set_aside, lambda: None)
+
+    def branch(self, layer: int, *, num_parts: int, last: bool = True) -> tuple[Tensor, ...]:
+        """Scores of one range of the context after the other; a second branch prefetches each when it is scored.
+
+        `last`: the last range too, beside the top-k.
+        """
+        main = torch.cuda.current_stream()
+        blocks = self.table.shape[1]
+        scores = torch.empty(self.shape.batch, blocks * BLOCK_SIZE, device="cuda")
+        predicted = self.predicted[layer].clone()  # top-k updates it beside the last range
+        for part in range(num_parts):
+            first, end = blocks * part // num_parts, blocks * (part + 1) // num_parts
+            cuda_indexer.index_scores_paged(
+                self.fp8_query[layer],
+                self.used_weights[layer],
+                self.pages,
+                self.table,
+                self.lengths,
+                INDEX,
+                out=scores,
+                first_block=first,
+                end_block=end,
+            )
+            if part == num_parts - 1 and not last:
+                break
+            self.side.wait_stream(main)
+            with torch.cuda.stream(self.side):
+                indexer_prefetch.prefetch_rows(
+                    self.groups[layer],
+                    self.states[layer].part(part, num_parts),
+                    scores,
+                    self.table,
+                    self.lengths,
+                    predicted,
+                    self.step,
+                    self.host,
+                    self.gpu[layer],
+                    first=first * BLOCK_SIZE,
+                    end=end * BLOCK_SIZE,
+                )
+        skip = self.shape.batch + self.shape.set_aside
+        return self.finish(layer, scores, skip, lambda: main.wait_stream(self.side))
+
+    # --- measuring
+    def snapshot(self) -> list[tuple[Tensor, Tensor]]:
+        """Every tensor that a mode changes, with a copy."""
+        changed = [*self.maps, *self.state, self.predicted, self.step, self.gpu]
+        return [(tensor, tensor.clone()) for tensor in changed]
+
+    def measure(
+        self, mode: Callable[[int], tuple[Tensor, ...]], saved: list[tuple[Tensor, Tensor]], *, aside: bool
+    ) -> tuple[float, list[tuple[Tensor, ...]], Tensor]:
+        """us a layer, the layers' last results, and what was counted (totals of the prefetch)."""
+        times: list[float] = []
+
+        def before() -> None:
+            for tensor, copy in saved:
+                tensor.copy_(copy)
+            if aside:
+                indexer_prefetch.set_aside(self.maps, self.state, self.step, self.shape.batch)
+
+        results: list[tuple[Tensor, ...]] = []
+        for num_layers in (FEW_LAYERS, LAYERS):
+            before()
+            for layer in range(num_layers):
+                mode(layer)  # compiles
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = [mode(layer) for layer in range(num_layers)]
+            samples = []
+            for _ in range(REPLAYS):
+                before()
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                samples.append(start.elapsed_time(end) * 1000)
+            times.append(statistics.median(samples[3:]))
+            kept = [tuple(tensor.clone() for tensor in result) for result in results]
+        counted = self.state.totals.clone()
+        self.check(kept)
+        return (times[1] - times[0]) / (LAYERS - FEW_LAYERS), kept, counted
+
+    def check(self, results: list[tuple[Tensor, ...]]) -> None:
+        """After a replay: all selected rows are resident and protected, with the host's bytes; the maps are right."""
+        assert not cache_ops.violations(self.maps, self.step).any(), "broken maps"
+        for layer, (_, slots, rows) in enumerate(results):
+            valid = slots >= 0
+            assert torch.equal(valid, rows >= 0), "selected rows are missing"
+            assert torch.equal(self.maps.host_to_gpu[layer][slots[valid]], rows[valid])
+            assert bool((self.maps.priority[layer][rows[valid]] == self.step).all())
+            got = self.gpu[layer][rows[valid]].cpu()
+            assert torch.equal(got, self.host[slots[valid].cpu()]), "wrong bytes"
