@@ -6,6 +6,7 @@ Every key is `section.field` of RunConfig. Knows nothing of typer; raises Config
 import dataclasses
 import difflib
 import json
+import threading
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,8 @@ def make_config(
     asked |= _typed(options, where="command line")
     explicit = frozenset(key.removeprefix("sampling.") for key in asked if key.startswith("sampling."))
     merged = _typed(defaults or {}, where="defaults") | asked
+    if merged.get("sampling.top_k") == -1:  # off, as other engines say it
+        merged["sampling.top_k"] = 0
     sections: dict[str, Any] = {}
     for section, cls in get_type_hints(RunConfig).items():
         if isinstance(cls, type) and dataclasses.is_dataclass(cls):
@@ -154,7 +157,7 @@ def _number(expected: Any, value: Any) -> int | float:
         raise ValueError(f"must be {wanted}, got {value!r}")
     try:
         number = float(value) if expected is float else int(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # the integer of an infinity
         raise ValueError(f"must be {wanted}, got {value!r}") from None
     if number != number or (isinstance(value, float) and number != value):
         raise ValueError(f"must be {wanted}, got {value!r}")
@@ -199,6 +202,8 @@ def _check_ranges(config: RunConfig) -> None:
     for key, value in at_least_one.items():
         if value is not None and value < 1:
             raise ConfigError(f"{key} must be at least 1, got {value}")
+    if config.model.max_model_len == 1:
+        raise ConfigError("model.max_model_len must be at least 2: one token of prompt and one generated")
     if engine.tensor_parallel_size != 1:
         raise ConfigError(
             f"-tp {engine.tensor_parallel_size} is not offered: all heads share one latent KV cache, so every GPU of a "
@@ -212,8 +217,10 @@ def _check_ranges(config: RunConfig) -> None:
         raise ConfigError(f"engine.gpu_memory_utilization must be in (0, 1], got {engine.gpu_memory_utilization}")
     if not 0.0 <= config.output.max_error_rate <= 1.0:
         raise ConfigError(f"output.max_error_rate must be between 0 and 1, got {config.output.max_error_rate}")
-    if config.report.heartbeat_seconds <= 0:
-        raise ConfigError(f"report.heartbeat_seconds must be positive, got {config.report.heartbeat_seconds}")
+    if not 0 < config.report.heartbeat_seconds <= threading.TIMEOUT_MAX:  # the most that a thread can wait
+        raise ConfigError(
+            f"report.heartbeat_seconds must be positive and finite, got {config.report.heartbeat_seconds}"
+        )
     if config.model.num_layers is not None and config.model.load_format != "dummy":
         raise ConfigError("model.num_layers cuts a model short, which only makes sense with --load-format dummy")
     if config.input.prompt_column is not None and config.input.prompt_template is not None:

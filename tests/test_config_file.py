@@ -93,6 +93,10 @@ def test_set_keeps_equals_signs_spaces_and_lists() -> None:
     assert config.model.max_model_len is None
 
 
+def test_top_k_is_off_at_minus_one_too() -> None:
+    assert make_config({"sampling.top_k": -1}).sampling.top_k == 0
+
+
 @pytest.mark.parametrize(
     ("item", "near"),
     [
@@ -130,6 +134,8 @@ def test_unknown_toml_keys_are_errors_naming_the_file(tmp_path: Path, text: str)
         "sampling.temperature=-1",
         "sampling.temperature=nan",
         "sampling.top_p=0",
+        "sampling.top_k=-2",
+        "sampling.top_k=2147483648",
         "cache.offload=maybe",
         "cache.prefetch=fast",
         "cache.host_pool=lots",
@@ -142,8 +148,11 @@ def test_unknown_toml_keys_are_errors_naming_the_file(tmp_path: Path, text: str)
         "input.chat_template_kwargs=[1]",
         "input.chat_template_kwargs={",
         "model.num_layers=3",
+        "model.max_model_len=1",
         "output.max_error_rate=2",
         "report.heartbeat_seconds=0",
+        "report.heartbeat_seconds=inf",
+        "report.heartbeat_seconds=1e12",
         "sampling.stop=[",
         "nothing",
     ],
@@ -159,6 +168,7 @@ def test_bad_values_name_their_key(item: str) -> None:
     "text",
     [
         "[sampling]\nmax_tokens = true",
+        "[sampling]\nmax_tokens = inf",
         "[sampling]\nstop = [1]",
         "[input]\nprompt_column = 3",
         "[cache]\nhost_pool = 1.5",

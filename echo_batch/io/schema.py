@@ -89,7 +89,6 @@ class RowReader:
         """Prompt and sampling fields of one row. Raises RowError no_prompt, empty_prompt, bad_params."""
         values = record.values
         sampling = sampling_values(values)
-        tools = _parse_list(values.get("tools"), "tools")
         if self._template is not None:
             return RowParts(text=self._template.render(values), sampling=sampling)
         name = self._column if self._column is not None else _only_prompt(values)
@@ -105,6 +104,8 @@ class RowReader:
         if not isinstance(value, list):
             raise RowError("no_prompt", f"column {name!r} holds {type(value).__name__}, not a text, chat or token list")
         if name != "prompt_token_ids" and (name in ("messages", "conversations") or _is_chat(value)):
+            # Beside a text a column of that name is only one more column.
+            tools = _parse_list(values.get("tools"), "tools")
             return RowParts(messages=read_messages(value, name), tools=tools, sampling=sampling)
         return RowParts(token_ids=value, sampling=sampling)
 

@@ -115,6 +115,8 @@ def test_tools_of_a_row() -> None:
     assert parts({"messages": CHAT, "tools": tools}).tools == tools
     assert parts({"messages": CHAT, "tools": json.dumps(tools)}).tools == tools
     assert failure({"messages": CHAT, "tools": 5})[0] == "bad_params"
+    for prompt in ({"prompt": "a"}, {"prompt_token_ids": [1]}):
+        assert parts({**prompt, "tools": "hammer"}).tools is None  # no business of a prompt without a chat
 
 
 def test_sampling_columns() -> None:
