@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,7 @@ from echo_batch.config import RunConfig
 from echo_batch.errors import ConfigError, EchoBatchError
 from echo_batch.hub import DEMO_MODEL, resolve_model
 from echo_batch.options import JobOptions, as_command, config_from_options, with_output
+from echo_batch.signals import interruptible
 from echo_batch.sizes import parse_bytes
 
 EXIT_BUG = 1
@@ -48,7 +50,20 @@ def main() -> None:
     # Set before torch loads its OpenMP: threads that spin while they wait make a CPU run many times slower as soon as
     # anything else wants the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _open_closed_streams()
     app()
+
+
+def _open_closed_streams() -> None:
+    """Points standard streams that the caller has closed (`2>&-`) to nowhere: Python has None for them, and the next
+    file that is opened would get their number, and with it what C libraries print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -89,10 +104,11 @@ def run(options: JobOptions) -> None:
             )
         config = with_output(config)
         run_dir = config.run_dir
-        config = _with_model(config, weights=True)
-        from echo_batch.job import run_job
+        with interruptible():
+            config = _with_model(config, weights=True)
+            from echo_batch.job import run_job
 
-        code = run_job(config)
+            code = run_job(config)
     except (Exception, KeyboardInterrupt) as error:
         code = _report(error, run_dir)
     raise typer.Exit(code)
@@ -193,7 +209,8 @@ def _console() -> Console:
 
 
 def _print_error(message: str) -> None:
-    _console().print(Text.assemble(("error: ", "bold red"), message))
+    with suppress(OSError, SystemExit):  # a screen that has gone, or a log on a full disk, must not hide the exit code
+        _console().print(Text.assemble(("error: ", "bold red"), message))
 
 
 _PLAN_PANEL = "Plan"

@@ -3,11 +3,29 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from echo_batch.errors import InterruptedJobError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """All stop signals interrupt as Ctrl-C does (KeyboardInterrupt): for what comes before a job and its StopFlag, such
+    as the download of a model, which a SIGTERM would else end with 143."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopFlag:

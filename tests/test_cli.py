@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import echo_batch.errors as errors
 from echo_batch import __version__
 from echo_batch.cli import app
 from echo_batch.config import RunConfig, Size
+from echo_batch.signals import STOP_SIGNALS
 from tests.geometries import TINY, V32
 
 
@@ -223,6 +225,38 @@ def test_errors_of_a_job_have_their_exit_codes(
     outcome = cli("run", "a.jsonl", "--model", tiny)
     assert outcome.code == code
     assert outcome.err.startswith("error: ") and "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_while_the_model_is_fetched_is_75(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.signal(number, lambda *_: None)
+    try:
+        monkeypatch.setattr("echo_batch.cli.resolve_model", lambda *_args, **_options: signal.raise_signal(number))
+        outcome = cli("run", "a.jsonl", "--model", "owner/name")
+    finally:
+        signal.signal(number, before)
+    assert outcome.code == 75 and "the same command again" in outcome.err
+
+
+def test_a_screen_that_cannot_be_written_hides_no_exit_code() -> None:
+    """As a log on a full disk."""
+    command = [sys.executable, "-m", "echo_batch.cli", "run", "nowhere.jsonl", "--model", "nowhere/at/all"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full, check=False).returncode == 2
+
+
+def test_closed_streams_are_opened_to_nowhere() -> None:
+    """Else the lock, or a part, would be what C libraries print on."""
+    code = """if True:
+    import os, sys
+    from echo_batch.cli import _open_closed_streams
+    _open_closed_streams()
+    sys.exit(0 if os.open("/dev/zero", os.O_RDONLY) > 2 and sys.stderr.write("x") == 1 else 9)
+    """
+    done = subprocess.run(["sh", "-c", 'exec "$@" 0<&- 2>&-', "sh", sys.executable, "-c", code], check=False)
+    assert done.returncode == 0
 
 
 def test_exit_code_of_a_finished_job_is_passed_on(cli: Cli, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
