@@ -5,6 +5,7 @@ Knows nothing of what is written. Imports no torch.
 
 import json
 import os
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ _SQLITE_WRITE_FAILURES = (
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_PERM,
 )
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @contextmanager
@@ -83,4 +86,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 def write_json_atomic(path: Path, value: Any) -> None:
     """Writes an indented JSON file that readers see whole or not at all. Raises OutputError; ValueError on NaN."""
-    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    if not text.isascii() and _SURROGATE.search(text):  # file names that are not UTF-8, as Python has them
+        text = json.dumps(value, indent=2, allow_nan=False)
+    write_text_atomic(path, text + "\n")

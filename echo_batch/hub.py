@@ -1,5 +1,6 @@
 """From what `--model` says to a local directory: a path, a Hub id, or the bundled demo model. Imports no torch."""
 
+import os
 import re
 from pathlib import Path
 
@@ -23,12 +24,13 @@ def resolve_model(name: str, *, weights: bool, trust_remote_code: bool = False) 
     `weights` False fetches configuration and tokenizer only (a plan needs no more). Never fetches pickled weights;
     Python files come along only with `trust_remote_code`. Raises ModelError when there is nothing to be had.
     """
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        return str(path)
+    # os.path's functions, unlike Path's, take names that are too long and homes that are unknown.
+    path = os.path.expanduser(name)
+    if name and os.path.isdir(path):
+        return str(Path(path))
     if name == DEMO_MODEL:
         return str(demo_model_dir())
-    if name and path.exists():
+    if name and os.path.exists(path):
         raise ModelError(f"--model {name}: is a file; give the directory that holds config.json")
     if not _HUB_ID.fullmatch(name) or ".." in name:
         raise ModelError(f"--model {name}: no such directory (and not a Hub id of the form owner/name)")

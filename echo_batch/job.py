@@ -6,6 +6,7 @@ Everything is pulled: rows are read when the engine has room for them, so memory
 """
 
 import logging
+import sqlite3
 import sys
 import tempfile
 import traceback
@@ -86,15 +87,16 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
             progress.close()
             say(console, f"already complete: {output} (--restart does it again)")
             return 0
-        stack.enter_context(log_file(run.path / LOG_NAME))
         message: str | None = None
         exit_code = 1
         try:
+            stack.enter_context(log_file(run.path / LOG_NAME))
             exit_code = job.run(source, form)
         except EchoBatchError as error:
             ended = run.interrupted(str(error)) if isinstance(error, InterruptedJobError) else error
             if isinstance(error, ConfigError | ModelError | InputError | OutputError | ScheduleDivergedError):
-                run.excuse()
+                with suppress(OutputError):  # the first error is the one to tell
+                    run.excuse()
             message, exit_code = str(ended), ended.exit_code
             raise ended from error
         except Exception as error:
@@ -183,7 +185,7 @@ class Job:
         config, metrics = self.config, self.metrics
         if config.engine.schedule is not None and self.directory.state == "resumed":
             raise ConfigError("--schedule covers a whole job, and this one has begun: add --restart, or another -o")
-        self._resume_counts()
+        self.metrics.resume(**self._committed())
         builder, context_tokens = self._make_builder(source)
         with closing(self._read_input(source, builder, context_tokens)) as index:
             metrics.rows_total = source.num_rows
@@ -236,6 +238,9 @@ class Job:
 
     def finish(self, exit_code: int, message: str | None) -> None:
         """Leave report.json, the last metrics and the summary, however the job ended."""
+        if message is not None:
+            with suppress(sqlite3.Error):  # the disk may be the reason
+                self.metrics.recount(**self._committed())
         report = self._report(exit_code, message)
         logger.log(logging.ERROR if message else logging.INFO, "end, exit code %d%s", exit_code, _after_colon(message))
         try:
@@ -263,15 +268,15 @@ class Job:
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    def _resume_counts(self) -> None:
+    def _committed(self) -> dict[str, Any]:
         totals = self.directory.manifest.totals()
-        self.metrics.resume(
-            rows=totals.rows,
-            failed=totals.failed,
-            prompt_tokens=totals.input_tokens,
-            cached_tokens=totals.cached_tokens,
-            generated_tokens=totals.generated_tokens,
-        )
+        return {
+            "rows": totals.rows,
+            "failed": totals.failed,
+            "prompt_tokens": totals.input_tokens,
+            "cached_tokens": totals.cached_tokens,
+            "generated_tokens": totals.generated_tokens,
+        }
 
     def _announce(self, plan: Plan, index: RowIndex) -> None:
         """Say what will be done, before the wait begins."""

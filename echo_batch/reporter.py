@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from echo_batch.config import RunConfig
+from echo_batch.files import write_errors
 from echo_batch.io.reader import Source
 from echo_batch.report.metrics import JobMetrics
 from echo_batch.report.textfile import MetricsTextfile
@@ -58,10 +59,22 @@ def say(console: Console, line: str) -> None:
         console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
+class _LogFile(logging.FileHandler):
+    """A log on a full disk is no reason to stop, nor to print a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """The log of one start, appended to `path`."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    """The log of one start, appended to `path`. Raises OutputError when it cannot be opened."""
+    with write_errors(path):
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     before = logger.level, logger.propagate
     logger.addHandler(handler)

@@ -24,6 +24,8 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_text_atomic(path, "\ud800")
     assert json.loads(path.read_text()) == {"a": 1}
+    write_json_atomic(path, {"é\udce9": 1})
+    assert json.loads(path.read_text()) == {"é\udce9": 1}
     assert not temporary_name(path).exists()
 
 

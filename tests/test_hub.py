@@ -48,7 +48,20 @@ def test_hub_ids_fetch_weights_only_for_a_run_and_code_only_with_trust(downloads
     assert not any(p.endswith((".bin", ".pt", ".pth", ".pkl")) for p in trusted)
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "nowhere", "/no/such/dir", "owner/../name", "http://x/y", "-x/y", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a/b/c",
+        "x" * 300,
+        "~nobody-of-that-name/x",
+        "nowhere",
+        "/no/such/dir",
+        "owner/../name",
+        "http://x/y",
+        "-x/y",
+        "",
+    ],
+)
 def test_what_is_neither_directory_nor_id(name: str, downloads: list[Any]) -> None:
     with pytest.raises(ModelError, match="--model"):
         resolve_model(name, weights=True)

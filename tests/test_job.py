@@ -1,8 +1,11 @@
 """What a job leaves and does beside its exit code: reports, logs, prompts, losses of the engine."""
 
+import gzip
 import io
 import json
 import logging
+import os
+import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -277,9 +280,46 @@ def test_a_full_disk_is_73_and_loses_nothing(place: Workplace, monkeypatch: pyte
         patch.setattr(where, full)
         outcome = place.run(*args)
     assert outcome.code == 73 and "No space left on device" in outcome.said
-    assert place.report()["job"]["exit_code"] == 73
+    job = place.report()["job"]
+    num_done = 0 if "writer" in where else 2  # what the disk did not take is not done
+    assert (job["exit_code"], job["rows_done"]) == (73, num_done)
     assert not Path(place.output()).exists()
     assert place.run(*args).code == 0 and len(place.rows()) == 2
+
+
+def test_a_log_on_a_full_disk_stops_nothing(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it print logging's own tracebacks (`Workplace.run` looks for them)."""
+    monkeypatch.setattr(logging.FileHandler, "_open", lambda _handler: Path("/dev/full").open("w"))
+    args = [place.write("rows.jsonl", token_rows((30, 40))), *GREEDY, "-o", place.output()]
+    assert place.run(*args).code == 0 and len(place.rows()) == 2
+
+
+def test_a_run_directory_that_is_removed_under_the_job(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed(*_args: Any, **_kwargs: Any) -> None:
+        shutil.rmtree(place.run_dir())
+        raise FileNotFoundError(2, "No such file or directory")
+
+    args = [place.write("rows.jsonl", token_rows((30, 40))), *GREEDY, "-o", place.output()]
+    with monkeypatch.context() as patch:
+        patch.setattr("echo_batch.io.writer.pq.write_table", removed)
+        outcome = place.run(*args)
+    assert outcome.code == 73 and "part-000001.parquet" in outcome.said
+    assert place.run(*args).code == 0
+
+
+def test_names_that_are_not_utf8(place: Workplace) -> None:
+    """As Python has them: each byte that is not UTF-8 is half of a surrogate pair."""
+    source = place.write("rows.jsonl", token_rows((30, 40)))
+    names = [os.fsdecode(b"caf\xe9.jsonl"), os.fsdecode(b"caf\xe9.jsonl.gz")]
+    Path(source).rename(names[0])
+    with gzip.open(names[1], "wb") as file:
+        file.write(Path(names[0]).read_bytes())
+    for name in names:
+        assert place.run(name, *GREEDY, "-o", place.output(), "--restart").code == 0
+        assert len(place.rows()) == 2
+        assert json.loads((place.run_dir() / "config.json").read_text())["input"]["paths"] == [name]
+    outcome = place.run(names[0], *GREEDY, "-o", os.fsdecode(b"caf\xe9.parquet"))
+    assert outcome.code == 2 and "not valid UTF-8" in outcome.said
 
 
 class GoneScreen(io.StringIO):

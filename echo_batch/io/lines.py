@@ -60,23 +60,20 @@ class OffsetLines:
         """Read all lines (at most `limit`) and write the offsets; they are in place when the iterator ends."""
         temporary = temporary_name(self._path)
         held, num_rows, first_row = array("Q"), 0, [0]
-        with write_errors(self._path):
-            out = temporary.open("wb")
-        with out:
+        # Closing the file writes what is buffered, so it is inside; reading turns its errors into InputError itself.
+        with write_errors(self._path), temporary.open("wb") as out:
             for i, file in enumerate(self._files):
                 for offset, text, stored in _iter_file(file):
                     if num_rows == limit:
                         break
                     held.append(offset)
                     if len(held) == _OFFSETS_HELD:
-                        with write_errors(self._path):
-                            held.tofile(out)
+                        held.tofile(out)
                         held = array("Q")
                     yield Line(num_rows, text, self._position(i, offset), stored)
                     num_rows += 1
                 first_row.append(num_rows)
-            with write_errors(self._path):
-                held.tofile(out)
+            held.tofile(out)
         with write_errors(self._path):
             publish(temporary, self._path)
         self.load(first_row)

@@ -18,8 +18,13 @@ _SUFFIXES: dict[str, OutputFormat] = {".parquet": "parquet", ".pq": "parquet", "
 def local_output_path(output: str) -> Path:
     """The local path of an output as the user wrote it; `file://` is taken off.
 
-    Raises ConfigError for another URL: the run directory needs locks and renames that object stores do not have.
+    Raises ConfigError for a name that is not UTF-8 (Arrow cannot open it) and for another URL: the run directory needs
+    locks and renames that object stores do not have.
     """
+    try:
+        output.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"output {output}: its name is not valid UTF-8; give another -o") from None
     scheme, separator, rest = output.partition("://")
     if not separator:
         return Path(output)

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import io
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -45,7 +46,8 @@ class InputFile:
 
     @property
     def name(self) -> str:
-        return self.path.rstrip("/").rpartition("/")[2]
+        """The last part of the path, for messages and fingerprints ("?" where it is not UTF-8)."""
+        return self.path.rstrip("/").rpartition("/")[2].encode("utf-8", "replace").decode()
 
     def read_errors(self) -> AbstractContextManager[None]:
         """`read_errors` for this file."""
@@ -222,11 +224,18 @@ def _kind(name: str, explicit: bool) -> tuple[str, Compression | None] | None:
 
 
 def _describe(fs: Any, name: str, kind: str, compression: Compression | None) -> InputFile:
-    size = os.path.getsize(name) if fs is None else int(fs.size(name) or 0)
+    size = _local_size(name) if fs is None else int(fs.size(name) or 0)
     form: Form = "parquet" if kind == "parquet" else "jsonl"
     if kind == "json":
         form = _sniff(fs, name, compression)
     return InputFile(name, size, form, compression, fs)
+
+
+def _local_size(name: str) -> int:
+    status = os.stat(name)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{name}: not a regular file; an input is read more than once, which a pipe cannot be")
+    return status.st_size
 
 
 def _sniff(fs: Any, name: str, compression: Compression | None) -> Form:

@@ -6,6 +6,7 @@ It decides whether a start is a new job, a resume, already complete, or somebody
 """
 
 import json
+import os
 import secrets
 import shutil
 import time
@@ -65,9 +66,9 @@ class RunDirectory:
         output = Path(output)
         path = output.with_name(output.name + ".run")
         for source in inputs:
-            if Path(source).exists() and output.exists() and output.samefile(source):
+            if os.path.exists(source) and os.path.exists(output) and output.samefile(source):
                 raise ConfigError(f"output {output} is the input; give another -o")
-        if output.is_dir():
+        if os.path.isdir(output):  # unlike Path's, it takes a name that is too long
             raise OutputError(f"cannot write {output}: it is a directory")
         with write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -146,6 +147,9 @@ class RunDirectory:
             self._manifest = None
         if self._forgotten:
             self._remove_manifest()
+        if not self.path.is_dir():  # removed by somebody under the job
+            self._lock.release()
+            return
         if self._refused:
             for entry in self.path.iterdir():
                 _remove(entry)
@@ -216,10 +220,11 @@ class RunDirectory:
 
     def excuse(self) -> None:
         """This start ended with something that the user can put right (a plan that does not fit, a full disk): it is
-        none of the starts that died. Without a committed row the job is forgotten when this is closed, so that the next
-        start may change anything; its report and log stay until then."""
-        self.manifest.set(barren_starts=max(0, int(self.manifest.get("barren_starts")) - 1))
+        none of the starts that died, and no row in flight is to blame. Without a committed row the job is forgotten
+        when this is closed, so that the next start may change anything; its report and log stay until then."""
         self._forgotten = self.manifest.num_committed() == 0
+        self.manifest.clear_in_flight()
+        self.manifest.set(barren_starts=max(0, int(self.manifest.get("barren_starts")) - 1))
 
     def publish_output(self, temporary: Path) -> None:
         """Gives the finished output its name and marks the job complete. Raises OutputError."""

@@ -1,6 +1,7 @@
 """Prompt templates: `{column}`, doubled braces and backslash escapes, and nothing else. No code can run in one."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def expand_template(template: str) -> str:
         return template
     path = template[1:]
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-template @{path}: {getattr(error, 'strerror', None) or error}") from error
     text = text.removesuffix("\n").removesuffix("\r")

@@ -195,12 +195,29 @@ class JobMetrics:
     ) -> None:
         """Takes over what earlier starts committed (`manifest.Totals`)."""
         self.rows_resumed = rows
-        self.rows_done += rows
-        for code, count in failed:
-            self.failed_by_code[code] = self.failed_by_code.get(code, 0) + count
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-        self.generated_tokens += generated_tokens
+        self.recount(
+            rows=rows,
+            failed=failed,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            generated_tokens=generated_tokens,
+        )
+
+    def recount(
+        self,
+        *,
+        rows: int,
+        failed: Iterable[tuple[str, int]],
+        prompt_tokens: int,
+        cached_tokens: int,
+        generated_tokens: int,
+    ) -> None:
+        """Sets the counters of the whole job to what is committed: a row that the disk did not take is not done."""
+        self.rows_done = rows
+        self.failed_by_code = dict(failed)
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.generated_tokens = generated_tokens
 
     def add_completion(self, completion: Completion) -> None:
         """Counts a row that has ended, well or not."""

@@ -1,5 +1,6 @@
 import gzip
 import io
+import os
 from pathlib import Path
 
 import fsspec
@@ -63,6 +64,12 @@ def test_a_name_with_glob_characters_is_a_name_if_it_exists(tmp_path: Path) -> N
 def test_missing(path: str) -> None:
     with pytest.raises(InputMissingError):
         resolve_inputs([path])
+
+
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(InputError, match="not a regular file"):
+        resolve_inputs([str(tmp_path / "pipe.jsonl")])
 
 
 def test_empty_directory_is_missing_input(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from echo_batch.config import InputConfig
-from echo_batch.errors import InputError, InputMissingError
+from echo_batch.errors import InputError, InputMissingError, OutputError
 from echo_batch.io.json_rows import JSON_TEXT
 from echo_batch.io.json_source import JsonSource
 from echo_batch.io.reader import Source, open_source
@@ -287,3 +287,11 @@ def test_temporary_spool_is_removed(tmp_path: Path) -> None:
     assert (directory / "input.parquet").exists()
     source.close()
     assert not directory.exists()
+
+
+def test_a_full_disk_under_the_offsets_is_an_output_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The few bytes of a small input are written when the file is closed."""
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    monkeypatch.setattr("echo_batch.io.lines.temporary_name", lambda _: Path("/dev/full"))
+    with pytest.raises(OutputError, match="No space left"):
+        open_source([str(tmp_path / "a.jsonl")], spool_dir=tmp_path / "spool")

@@ -257,6 +257,17 @@ def test_three_starts_that_died_silently_are_refused_once_naming_the_rows(output
     start(output).close()
 
 
+def test_a_start_that_the_user_can_put_right_blames_no_row(output):
+    run = start(output)
+    commit(run, 1, [0])
+    run.mark_in_flight([3])
+    run.excuse()
+    run.close()
+    run = start(output)
+    assert run.losses(3) == 0
+    run.close()
+
+
 def test_rows_in_flight_at_engine_losses(output):
     with start(output) as run:
         run.mark_in_flight([1, 2])
@@ -314,9 +325,9 @@ def test_nothing_begun_leaves_nothing(output):
 def test_places_that_cannot_be_written_are_73(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "dir.jsonl").mkdir()
-    for output in (tmp_path / "file" / "out.jsonl", tmp_path / "dir.jsonl"):
+    for output in (tmp_path / "file" / "out.jsonl", tmp_path / "dir.jsonl", tmp_path / f"{'x' * 300}.jsonl"):
         with pytest.raises(OutputError) as caught:
-            RunDirectory.lock(output)
+            RunDirectory.lock(output, inputs=[str(tmp_path / "file")])
         assert caught.value.exit_code == 73
     with pytest.raises(OutputError):
         RunDirectory.lock("/proc/echo/out.jsonl")

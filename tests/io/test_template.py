@@ -69,8 +69,9 @@ def test_from_file(tmp_path: Path) -> None:
     assert expand_template(expand_template(f"@{file}")) == expand_template(f"@{file}") == "\\x40{a}"
     assert render(f"@{file}", a="1") == "@1"
     file.write_bytes(b"\xff{a}")
-    with pytest.raises(ConfigError):
-        PromptTemplate.parse(f"@{file}")
+    for path in (file, "~nobody-of-that-name/t.txt"):
+        with pytest.raises(ConfigError):
+            PromptTemplate.parse(f"@{path}")
 
 
 names = st.text(st.characters(blacklist_characters="{}.[]!:\\", blacklist_categories=["Cs"]), min_size=1, max_size=8)
