@@ -289,7 +289,9 @@ def test_a_full_disk_is_73_and_loses_nothing(place: Workplace, monkeypatch: pyte
 
 def test_a_log_on_a_full_disk_stops_nothing(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it print logging's own tracebacks (`Workplace.run` looks for them)."""
-    monkeypatch.setattr(logging.FileHandler, "_open", lambda _handler: Path("/dev/full").open("w"))
+    monkeypatch.setattr(
+        logging.FileHandler, "_open", lambda _handler: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    )
     args = [place.write("rows.jsonl", token_rows((30, 40))), *GREEDY, "-o", place.output()]
     assert place.run(*args).code == 0 and len(place.rows()) == 2
 

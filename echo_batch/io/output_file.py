@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from echo_batch.files import temporary_name, write_errors
+from echo_batch.io.arrow_types import with_leaves
 from echo_batch.io.json_rows import JSON_TEXT
 from echo_batch.io.merge import (
     DEFAULT_RANGE_BYTES,
@@ -148,9 +149,16 @@ def _as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
             if pa.types.is_string(field.type) and pa.types.is_nested(column.type):
                 column = pa.chunked_array([pa.array(_json_texts(column), pa.string())])
             else:
-                column = column.cast(field.type)
+                column = _cast(column, field.type)
         columns.append(column)
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid:  # a time zone that this machine does not know (containers often have none): in UTC
+        return column.cast(_in_utc(column.type)).cast(kind)
 
 
 def _json_texts(column: pa.ChunkedArray) -> list[str | None]:
@@ -164,17 +172,21 @@ def _parquet_type(kind: pa.DataType) -> pa.DataType:
 
 def _json_type(kind: pa.DataType) -> pa.DataType:
     """Times as ISO text: Python has no nanoseconds, so that Arrow would refuse to hand them out."""
-    if pa.types.is_temporal(kind) and not pa.types.is_duration(kind):
-        return pa.string()
-    if pa.types.is_duration(kind):
-        return pa.int64()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(_json_type(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_json_type(field.type)) for field in kind])
-    if pa.types.is_dictionary(kind):
-        return _json_type(kind.value_type)
-    return kind
+
+    def readable(leaf: pa.DataType) -> pa.DataType:
+        if pa.types.is_temporal(leaf):
+            return pa.int64() if pa.types.is_duration(leaf) else pa.string()
+        return _json_type(leaf.value_type) if pa.types.is_dictionary(leaf) else leaf
+
+    return with_leaves(kind, readable)
+
+
+def _in_utc(kind: pa.DataType) -> pa.DataType:
+    def in_utc(leaf: pa.DataType) -> pa.DataType:
+        is_zoned = pa.types.is_timestamp(leaf) and leaf.tz is not None
+        return pa.timestamp(leaf.unit, "+00:00") if is_zoned else leaf
+
+    return with_leaves(kind, in_utc)
 
 
 def _any_type(kind: pa.DataType, test: Any) -> bool:

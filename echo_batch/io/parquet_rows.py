@@ -106,16 +106,19 @@ class ParquetRows:
         return file.schema_arrow
 
     def _unify(self, schemas: Sequence[pa.Schema]) -> pa.Schema:
+        unified = schemas[0] if schemas else pa.schema([])
         for file, schema in zip(self._files, schemas):
             doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
             if doubled:
                 raise InputError(f"{file.path}: several columns are called {doubled[0]!r}")
             try:
-                pa.unify_schemas([schemas[0], schema])
+                unified = pa.unify_schemas([unified, schema])
             except pa.ArrowException as error:
                 first = self._files[0].path
                 raise InputError(f"{first} and {file.path} do not fit together: {str(error)[:300]}") from error
-        return pa.unify_schemas(list(schemas)).remove_metadata() if schemas else pa.schema([])
+        # Where a file lacks a column there are nulls, whatever the others say of it.
+        everywhere = set(unified.names).intersection(*(schema.names for schema in schemas))
+        return pa.schema([field if field.name in everywhere else field.with_nullable(True) for field in unified])
 
     def _file(self, i: int) -> pq.ParquetFile:
         file = self._open.pop(i, None)

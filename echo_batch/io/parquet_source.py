@@ -12,6 +12,7 @@ import pyarrow as pa
 from echo_batch.config import InputConfig
 from echo_batch.errors import InputError, InputMissingError
 from echo_batch.files import write_errors, write_json_atomic
+from echo_batch.io.arrow_types import with_leaves
 from echo_batch.io.parquet_rows import MAX_RANDOM_GROUP_BYTES, ParquetRows, to_values
 from echo_batch.io.paths import InputFile, files_fingerprint
 from echo_batch.io.progress import ScanProgress
@@ -152,15 +153,36 @@ class ParquetSource:
 
 
 def _with_valid_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with text columns that hold no invalid UTF-8 (it becomes U+FFFD)."""
+    """The batch with texts that hold no invalid UTF-8 (it becomes U+FFFD), those in lists, structs and maps too."""
     columns = []
     for column in batch.columns:
-        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        stored_type = with_leaves(column.type, _as_binary)
+        if stored_type != column.type:
             try:
                 column.validate(full=True)
             except pa.ArrowInvalid:
-                stored = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
-                texts = [None if v is None else v.decode("utf-8", "replace") for v in stored.to_pylist()]
-                column = pa.array(texts, column.type)
+                values = column.cast(stored_type).to_pylist()
+                column = pa.array([_decoded(value, column.type) for value in values], column.type)
         columns.append(column)
     return pa.record_batch(columns, schema=batch.schema) if columns else batch
+
+
+def _as_binary(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    return pa.binary() if pa.types.is_string(kind) else kind
+
+
+def _decoded(value: Any, kind: pa.DataType) -> Any:
+    """A value of `with_leaves(kind, _as_binary)` as one of `kind`."""
+    if value is None:
+        return None
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return value.decode("utf-8", "replace")
+    if pa.types.is_struct(kind):
+        return {field.name: _decoded(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(_decoded(key, kind.key_type), _decoded(item, kind.item_type)) for key, item in value]
+    if isinstance(value, list):
+        return [_decoded(item, kind.value_type) for item in value]
+    return value

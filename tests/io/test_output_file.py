@@ -147,6 +147,10 @@ def test_jsonl_holds_every_type_as_json(tmp_path):
             "blob": [b"\xff\x00", None],
             "wait": pa.array([5, None], pa.duration("ns")),
             "map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
+            "when map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.timestamp("ns"))),
+            "when pair": pa.array([[0, 1], None], pa.list_(pa.time64("ns"), 2)),
+            "here": pa.array([7200, None], pa.timestamp("s", "+02:00")),
+            "nowhere": pa.array([1, None], pa.timestamp("s", "No/Where")),
             "kind": pa.array(["a", "b"]).dictionary_encode(),
         }
     )
@@ -163,6 +167,10 @@ def test_jsonl_holds_every_type_as_json(tmp_path):
         "blob": "/wA=",
         "wait": 5,
         "map": [["k", 1]],
+        "when map": [["k", "1970-01-01 00:00:00.000000001"]],
+        "when pair": ["00:00:00.000000000", "00:00:00.000000001"],
+        "here": "1970-01-01 04:00:00+0200",
+        "nowhere": "1970-01-01 00:00:01+0000",
         "kind": "a",
         "row_id": 0,
         "generated_text": "answer 0",

@@ -46,7 +46,8 @@ def test_types_are_kept(tmp_path: Path) -> None:
 def test_files_that_lack_columns_have_nulls_there(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"], "x": pa.array([None], pa.null())}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"prompt": ["b"], "x": [5]}), tmp_path / "2.parquet")
-    pq.write_table(pa.table({"x": [6], "temperature": [0.5]}), tmp_path / "3.parquet")
+    never_null = pa.schema([("x", pa.int64()), pa.field("temperature", pa.float64(), nullable=False)])
+    pq.write_table(pa.table({"x": [6], "temperature": [0.5]}, schema=never_null), tmp_path / "3.parquet")
     source = source_of(tmp_path)
     assert source.schema.names == ["prompt", "x", "temperature"]
     assert pa.Table.from_batches(source.iter_batches()).to_pylist() == [
@@ -62,7 +63,12 @@ def test_clashing_types_and_doubled_columns(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["b"], "x": [5]}), tmp_path / "2.parquet")
     with pytest.raises(InputError, match=r"1\.parquet and .*2\.parquet do not fit together.*x"):
         source_of(tmp_path)
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"prompt": ["c"], "x": ["t"]}), tmp_path / "3.parquet")
+    with pytest.raises(InputError, match=r"3\.parquet do not fit together.*x"):  # the first lacks the column
+        source_of(tmp_path)
     (tmp_path / "2.parquet").unlink()
+    (tmp_path / "3.parquet").unlink()
     pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["prompt", "prompt"]), tmp_path / "1.parquet")
     with pytest.raises(InputError, match="several columns are called 'prompt'"):
         source_of(tmp_path)
@@ -148,11 +154,24 @@ def test_invalid_utf8_is_repaired_and_stays_in_its_row(tmp_path: Path) -> None:
     assert isinstance(values[1], RowFailure) and values[1].code == "bad_json"
     assert isinstance(values[2], dict)
     assert to_values(batch.select(["prompt"])) == [{"prompt": "good"}, {"prompt": "bad �"}, {"prompt": None}]
-    pq.write_table(pa.Table.from_batches([batch.select(["prompt"])]), tmp_path / "a.parquet")
+    deep = pa.array(
+        [[("k", {"n": 1, "b": b"\xff"})]] * 3, pa.map_(pa.string(), pa.struct({"n": "int8", "b": "binary"}))
+    )
+    lists = pa.ListArray.from_arrays([0, 2, 2, 3], nested)
+    table = pa.table({"prompt": text, "nested": nested, "lists": lists, "deep": deep, "map": maps_of(text)})
+    pq.write_table(table, tmp_path / "a.parquet")
     source = source_of(tmp_path)
     merged = pa.Table.from_batches(source.iter_batches())
     merged.validate(full=True)
     assert merged["prompt"].to_pylist() == ["good", "bad �", None]
+    assert merged["nested"].to_pylist() == [{"content": "good"}, {"content": "bad �"}, {"content": None}]
+    assert merged["lists"].to_pylist() == [[{"content": "good"}, {"content": "bad �"}], [], [{"content": None}]]
+    assert merged["map"].to_pylist() == [[("k", "good")], [("k", "bad �")], [("k", None)]]
+    assert merged["deep"].combine_chunks().equals(deep)
+
+
+def maps_of(texts: pa.Array) -> pa.Array:
+    return pa.MapArray.from_arrays(range(len(texts) + 1), pa.array(["k"] * len(texts)), texts)
 
 
 def test_token_lists() -> None:
