@@ -72,6 +72,7 @@ class _Launched:
     output: PendingOutput
     event: Prefill | Step | None = None
     """Of the schedule that is recorded or replayed."""
+    is_prefill: bool = False
 
 
 @dataclass(slots=True)
@@ -180,7 +181,8 @@ class EngineCore:
             self.schedule.end()
 
     def _sequence(self, request: Request) -> Sequence:
-        room = self.plan.max_model_len - len(request.prompt_token_ids)
+        # At least the one token that prefill gives: a prompt that leaves no room for it is refused like any too long.
+        room = max(1, self.plan.max_model_len - len(request.prompt_token_ids))
         wanted = request.sampling.max_tokens
         sequence = Sequence(request, room if wanted is None else wanted)
         if self.make_detokenizer is not None:
@@ -267,7 +269,7 @@ class EngineCore:
             )
         )
         output = complete_output(step, self.ops, _num_logprobs(group), checksums=event is not None)
-        launched = _Launched(dict(enumerate(group)), PendingOutput(output, None), event)
+        launched = _Launched(dict(enumerate(group)), PendingOutput(output, None), event, is_prefill=True)
         completions = self._collect(launched, scheduler, state)
         self.stats.prefill_groups += 1
         self.stats.prefill_seconds += time.perf_counter() - started
@@ -296,7 +298,6 @@ class EngineCore:
         )
         scheduler.note_step()
         self.stats.decode_steps += 1
-        self.stats.decode_row_steps += len(running)
         self.stats.resident_steps += self.cache.resident
         return _Launched(rows, output, event)
 
@@ -307,6 +308,9 @@ class EngineCore:
             assert output.checksums is not None
             columns = (output.tokens, output.codes, output.checksums)
             self.schedule.result(step.event, *([column[i] for i in step.rows] for column in columns))
+        if not step.is_prefill:
+            # Rows that the device had finished were padding, though the host did not know yet.
+            self.stats.decode_row_steps += sum(output.tokens[index] >= 0 for index in step.rows)
         finished = []
         for index, sequence in step.rows.items():
             token, code = output.tokens[index], output.codes[index]

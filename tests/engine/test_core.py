@@ -58,6 +58,22 @@ def test_max_tokens_none_goes_up_to_the_context_limit(model: Model) -> None:
     assert len(out.token_ids) == 64 - 40 and out.finish_reason == "length"
 
 
+@pytest.mark.parametrize("prompt", [64, 65])
+def test_without_max_tokens_a_prompt_that_leaves_no_room_fails_alone(model: Model, prompt: int) -> None:
+    core = make_core(model, tiny_plan(model, host=64, gpu=64))
+    out = run_all(core, [request(0, max_tokens=None, prompt=prompt), request(1, max_tokens=None, prompt=63)])
+    assert out[0].failure is not None and out[0].failure.code == "too_long"
+    assert len(out[1].token_ids) == 1
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_rows_of_a_step_are_those_that_the_device_ran(model: Model, lookahead: int) -> None:
+    core = make_core(model, tiny_plan(model, lookahead=lookahead))
+    run_all(core, [request(i, max_tokens=n) for i, n in enumerate((1, 3, 5))])
+    # The first token of each is prefill's; steps that were launched behind the last token have no rows.
+    assert core.stats.decode_steps == 4 + lookahead and core.stats.decode_row_steps == 2 + 4
+
+
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_eos_and_stop_ids_end_a_row_and_are_its_last_token(model: Model, lookahead: int) -> None:
     plan = tiny_plan(model, lookahead=lookahead)
