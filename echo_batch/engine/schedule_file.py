@@ -184,7 +184,9 @@ def read_events(path: Path) -> Iterator[Event]:
                 raise ConfigError(f"{path}, line {number}: not an event of a schedule") from None
 
 
-def _event(values: dict[str, Any]) -> Event:
+def _event(values: Any) -> Event:
+    if not isinstance(values, dict):
+        raise TypeError(values)
     kind = _KINDS[values.pop("event")]
     if isinstance(values.get("result"), dict):
         values["result"] = Result(**values["result"])
@@ -198,6 +200,7 @@ def _event(values: dict[str, Any]) -> Event:
 
 def _opened(path: Path) -> TextIO:
     try:
-        return path.open(encoding="utf-8")
+        # A damaged byte then makes its own line unreadable, or a hash wrong.
+        return path.open(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot read the schedule {path}: {error.strerror or error}") from None

@@ -234,6 +234,10 @@ def test_what_cannot_be_replayed_is_refused_before_the_run(
     values = lines(path)
     assert "has no end" in refused(changed(recorded, tmp_path, values[:-1]))
     assert "line 3: not an event" in refused(changed(recorded, tmp_path, [*values[:2], {"event": "dance"}, *values]))
+    assert "line 3: not an event" in refused(changed(recorded, tmp_path, [*values[:2], 5]))
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(path.read_bytes().replace(b'"event":"end"', b'"event":"e\xffd"'))
+    assert "not an event" in refused(f"replay:{damaged}")
     assert "version 2" in refused(changed(recorded, tmp_path, [values[0] | {"schedule": 2}, *values[1:]]))
     assert "recorded with dtype bfloat16" in refused(
         changed(recorded, tmp_path, [values[0] | {"dtype": "bfloat16"}, *values[1:]])
