@@ -82,8 +82,11 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
         stack.enter_context(progress)
         job = Job(config, model, hardware, run, metrics, Reporter(config, metrics, progress, stop), console)
         source = stack.enter_context(closing(job.open_input(output)))
-        fingerprint = job.fingerprint(source, form)
-        if run.begin(fingerprint, config_as_dict(config), restart=config.output.restart) == "complete":
+        fingerprint, frozen, restart = job.fingerprint(source, form), config_as_dict(config), config.output.restart
+        # Another job is refused before reading its input has replaced the spool of this one.
+        run.check(fingerprint, frozen, restart=restart)
+        scan(source, metrics, job.reporter)
+        if run.begin(fingerprint, frozen, restart=restart) == "complete":
             progress.close()
             say(console, f"already complete: {output} (--restart does it again)")
             return 0
@@ -152,20 +155,14 @@ class Job:
         self.plan: Plan | None = None
 
     def open_input(self, output: Path) -> Source:
-        """The input, scanned; its spool lives in the run directory and survives a resume."""
-        source = open_source(
+        """The input, to be scanned; its spool lives in the run directory and survives a resume."""
+        return open_source(
             self.config.input.paths,
             spool_dir=self.directory.path / "spool",
             config=self.config.input,
             exclude=[str(output)],
             scan=False,
         )
-        try:
-            scan(source, self.metrics, self.reporter)
-        except BaseException:
-            source.close()
-            raise
-        return source
 
     def fingerprint(self, source: Source, form: str) -> dict[str, str]:
         """What must be the same for a resume."""

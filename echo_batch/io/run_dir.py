@@ -11,7 +11,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -105,6 +105,13 @@ class RunDirectory:
             run.close()
             raise
         return run
+
+    def check(self, fingerprint: Mapping[str, str], config: Mapping[str, Any], *, restart: bool = False) -> None:
+        """Raises the ConfigError that `begin` would, when the directory belongs to another job. Changes nothing."""
+        manifest = self._open_manifest(restart)
+        if manifest is not None:
+            with closing(manifest):
+                self._check_same_job(manifest, fingerprint, config)
 
     def begin(
         self,
@@ -282,10 +289,7 @@ class RunDirectory:
         return None
 
     def _resume(self, manifest: Manifest, config: Mapping[str, Any]) -> StartState:
-        stored = manifest.get("fingerprint")
-        if stored != self.fingerprint:
-            changes = describe_changes(stored, self.fingerprint, manifest.get("config"), config)
-            raise ConfigError(self._other_job(f"{self.path} belongs to another job", changes))
+        self._check_same_job(manifest, self.fingerprint, config)
         state = manifest.get("state")
         if self.output.exists():
             stamp = FileStamp.of(self.output).as_list()
@@ -307,6 +311,12 @@ class RunDirectory:
         )
         self.rewrite_errors()
         return "resumed"
+
+    def _check_same_job(self, manifest: Manifest, fingerprint: Mapping[str, str], config: Mapping[str, Any]) -> None:
+        stored = manifest.get("fingerprint")
+        if stored != fingerprint:
+            changes = describe_changes(stored, fingerprint, manifest.get("config"), config)
+            raise ConfigError(self._other_job(f"{self.path} belongs to another job", changes))
 
     def _check_barren_starts(self, manifest: Manifest) -> None:
         starts = manifest.get("barren_starts")
