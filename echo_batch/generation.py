@@ -113,7 +113,7 @@ class Generation:
         logger.info("model loaded in %.1f s (%s)", metrics.seconds["load"], parts)
         metrics.host_pool_tokens = plan.cache.host_tokens
         metrics.gpu_pool_tokens = plan.cache.gpu_tokens
-        metrics.bytes_per_recall = plan.cache.row_format.row_bytes * plan.cache.num_layers / plan.cache.num_groups
+        metrics.bytes_per_recall = [len(layers) * plan.cache.row_format.row_bytes for layers in plan.cache.group_layers]
         return core
 
     def _requests(self, entries: Iterator[IndexEntry], suspects: list[IndexEntry] | None) -> Iterator[Request]:

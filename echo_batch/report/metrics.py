@@ -150,12 +150,12 @@ class JobMetrics:
     decode_bound: int | None = None
     host_pool_tokens: int = 0
     gpu_pool_tokens: int = 0
-    bytes_per_recall: float = 0.0
+    bytes_per_recall: Sequence[int] = ()
+    """Bytes that recalling one row of each selection group copies: a KV row in each of the group's layers."""
     prefetch: dict[str, int] | None = None
     """Rows by PREFETCH_FIELDS, all groups together; None without prefetch."""
     peak_device_bytes: int | None = None
     """Most GPU memory held by this start; None on CPU."""
-    """Bytes that recalling one row of a selection group copies, summed over the group's layers (mean over groups)."""
     clock: Callable[[], float] = time.monotonic
 
     stage: str = "start"
@@ -376,7 +376,7 @@ class JobMetrics:
         }
 
     def _recalled_bytes(self) -> int:
-        return int(sum(self.cache["recalled_rows"]) * self.bytes_per_recall)
+        return sum(rows * size for rows, size in zip(self.cache["recalled_rows"], self.bytes_per_recall, strict=False))
 
     def _stage_seconds(self, name: str) -> float:
         running = self.clock() - self._stage_began if self.stage == name and self._stage_began is not None else 0.0

@@ -28,7 +28,7 @@ class Engine:
 class Cache:
     selected_rows: tuple = (100, 300)
     hit_rows: tuple = (50, 250)
-    recalled_rows: tuple = (50, 50)
+    recalled_rows: tuple = (60, 40)
     evicted_rows: tuple = (7, 8)
     offloaded_rows: tuple = (9, 9)
 
@@ -68,7 +68,7 @@ def test_completions_are_counted_on_top_of_what_earlier_starts_committed():
 
 def test_the_report_has_its_documented_fields():
     clock = Clock()
-    metrics = JobMetrics(rows_total=2, clock=clock, bytes_per_recall=10.0, peak_device_bytes=1)
+    metrics = JobMetrics(rows_total=2, clock=clock, bytes_per_recall=[10, 30], peak_device_bytes=1)
     with metrics.in_stage("preflight"):
         clock.now += 1.5
     with metrics.in_stage("run"):
@@ -93,9 +93,9 @@ def test_the_report_has_its_documented_fields():
     cache = result["cache"]
     assert cache["hit_rate"] == 0.75
     assert [cache[name] for name in CACHE_FIELDS] == [800, 600, 30, 200, 36]
-    assert cache["recalled_bytes"] == 2000
+    assert cache["recalled_bytes"] == 120 * 10 + 80 * 30
     assert cache["groups"][0] == {
-        "hit_rate": 0.5, "selected_rows": 200, "hit_rows": 100, "evicted_rows": 14, "recalled_rows": 100,
+        "hit_rate": 0.5, "selected_rows": 200, "hit_rows": 100, "evicted_rows": 14, "recalled_rows": 120,
         "offloaded_rows": 18,
     }  # fmt: skip
     assert result["plan"] == {"host_pool_tokens": 64}
