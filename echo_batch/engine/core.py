@@ -46,6 +46,8 @@ class EngineStats:
     generated_tokens: int = 0
     decode_steps: int = 0
     decode_row_steps: int = 0
+    """Rows summed over decode steps, which is the tokens that these gave. A row that has ended is padding in the steps
+    launched before the host knew."""
     resident_steps: int = 0
     """Decode steps without the cache manager: everything was on the GPU."""
     prefill_groups: int = 0
@@ -308,9 +310,6 @@ class EngineCore:
             assert output.checksums is not None
             columns = (output.tokens, output.codes, output.checksums)
             self.schedule.result(step.event, *([column[i] for i in step.rows] for column in columns))
-        if not step.is_prefill:
-            # Rows that the device had finished were padding, though the host did not know yet.
-            self.stats.decode_row_steps += sum(output.tokens[index] >= 0 for index in step.rows)
         finished = []
         for index, sequence in step.rows.items():
             token, code = output.tokens[index], output.codes[index]
@@ -324,6 +323,7 @@ class EngineCore:
                 finished.append(self._failed(sequence, "engine_failed", message))
                 continue
             self.stats.generated_tokens += 1
+            self.stats.decode_row_steps += not step.is_prefill
             sequence.token_ids.append(token)
             if output.logprobs is not None and sequence.request.sampling.logprobs is not None:
                 sequence.logprobs.append(_logprobs(output, index, token, sequence.request.sampling.logprobs))

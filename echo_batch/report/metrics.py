@@ -344,7 +344,8 @@ class JobMetrics:
             "seconds": seconds,
             "throughput": {
                 "prefill_tokens_per_s": _rounded(ratio(now.prefill_tokens, now.prefill_seconds)),
-                "decode_tokens_per_s": _rounded(ratio(now.decode_tokens, now.decode_seconds)),
+                # A row's first token is prefill's work.
+                "decode_tokens_per_s": _rounded(ratio(row_steps, now.decode_seconds)),
                 "generated_tokens_per_s": _rounded(ratio(now.decode_tokens, seconds["run"])),
                 "rows_per_s": _rounded(ratio(self.rows_done - self.rows_resumed, seconds["run"])),
             },

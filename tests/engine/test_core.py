@@ -67,11 +67,12 @@ def test_without_max_tokens_a_prompt_that_leaves_no_room_fails_alone(model: Mode
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_rows_of_a_step_are_those_that_the_device_ran(model: Model, lookahead: int) -> None:
+def test_rows_of_a_step_are_those_that_it_gave_a_token(model: Model, lookahead: int) -> None:
     core = make_core(model, tiny_plan(model, lookahead=lookahead))
     run_all(core, [request(i, max_tokens=n) for i, n in enumerate((1, 3, 5))])
     # The first token of each is prefill's; steps that were launched behind the last token have no rows.
-    assert core.stats.decode_steps == 4 + lookahead and core.stats.decode_row_steps == 2 + 4
+    stats = core.stats
+    assert (stats.decode_steps, stats.decode_row_steps, stats.generated_tokens) == (4 + lookahead, 2 + 4, 1 + 3 + 5)
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])

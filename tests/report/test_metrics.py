@@ -83,7 +83,7 @@ def test_the_report_has_its_documented_fields():
     }  # fmt: skip
     assert result["throughput"] == {
         "prefill_tokens_per_s": 50.0,
-        "decode_tokens_per_s": 10.0,
+        "decode_tokens_per_s": 8.75,
         "generated_tokens_per_s": 10.0,
         "rows_per_s": 0.25,
     }
