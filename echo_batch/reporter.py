@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from echo_batch.config import RunConfig
+from echo_batch.errors import OutputError
 from echo_batch.files import write_errors
 from echo_batch.io.reader import Source
-from echo_batch.report.metrics import JobMetrics
+from echo_batch.report.metrics import JobMetrics, Snapshot
 from echo_batch.report.textfile import MetricsTextfile
 from echo_batch.signals import StopFlag
 
@@ -27,22 +28,32 @@ class Reporter:
         path = config.report.metrics_textfile
         self._textfile = MetricsTextfile(Path(path)) if path is not None else None
         self._interval = config.report.heartbeat_seconds
-        self._written = 0.0
+        self._written: float | None = None
 
     def step(self) -> None:
         """Call it at every step of any loop. Raises InterruptedJobError when a stop was asked for."""
         snapshot = self._metrics.snapshot()
         self._progress.update(snapshot)
-        now = time.monotonic()
-        if self._textfile is not None and now - self._written >= self._interval:
-            self._textfile.write(snapshot)
-            self._written = now
+        if self._written is None or time.monotonic() - self._written >= self._interval:
+            self._write_metrics(snapshot, None)
         self._stop.check()
 
     def finish(self, *, success: bool) -> None:
         """The last numbers; `success` stamps the time of the last success."""
-        if self._textfile is not None:
-            self._textfile.write(self._metrics.snapshot(), success_at=time.time() if success else None)
+        self._write_metrics(self._metrics.snapshot(), time.time() if success else None)
+
+    def _write_metrics(self, snapshot: Snapshot, success_at: float | None) -> None:
+        """Raises OutputError when the file cannot be written at the start, where it is a mistake of the command. Later
+        (a full disk, a directory that has gone) it is no reason to end a job."""
+        is_first, self._written = self._written is None, time.monotonic()
+        if self._textfile is None:
+            return
+        try:
+            self._textfile.write(snapshot, success_at=success_at)
+        except OutputError as error:
+            if is_first:
+                raise
+            logger.warning("%s", error)
 
 
 def scan(source: Source, metrics: JobMetrics, reporter: Reporter) -> None:

@@ -86,6 +86,22 @@ def test_report_log_heartbeat_and_metrics(place: Workplace) -> None:
     assert json.loads((place.run_dir() / "config.json").read_text())["sampling"]["max_tokens"] == 5
 
 
+def test_a_metrics_file_that_goes_away_stops_nothing(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EngineCore.run
+
+    def run(core: EngineCore, requests: Iterable[Request]) -> Generator[Completion | None, None, None]:
+        shutil.rmtree(metrics.parent)
+        yield from original(core, requests)
+
+    monkeypatch.setattr(EngineCore, "run", run)
+    metrics = place.path / "metrics" / "m.prom"
+    args = [place.write("rows.jsonl", token_rows((40, 20))), *GREEDY, "--metrics-textfile", str(metrics)]
+    args += ["--set", "report.heartbeat_seconds=0.01", "-o", place.output()]
+    assert place.run(*args).code == 73  # at the start it is a mistake of the command
+    metrics.parent.mkdir()
+    assert place.run(*args).code == 0 and f"cannot write {metrics}" in place.log()
+
+
 def test_prefetch_modes_write_the_same_rows(place: Workplace) -> None:
     source = place.write("rows.jsonl", token_rows((250, 300, 200)))
     results, reports = [], []

@@ -94,12 +94,12 @@ def resolve_inputs(paths: Sequence[str], *, exclude: Iterable[str] = ()) -> tupl
     """
     if not paths:
         raise InputMissingError("no input was given")
-    own = {os.path.abspath(path) for path in exclude}
+    own = {os.path.realpath(path) for path in exclude}
     found: dict[str, InputFile] = {}
     for path in paths:
         with read_errors(path, remote="://" in path):
             for fs, name, explicit in _expand(path):
-                if name in found or (fs is None and name in own and not explicit):
+                if name in found or (fs is None and not explicit and os.path.realpath(name) in own):
                     continue
                 kind = _kind(name, explicit)
                 if kind is not None:

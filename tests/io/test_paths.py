@@ -28,6 +28,8 @@ def test_directory_is_sorted_and_leaves_out_what_is_not_data(tmp_path: Path) -> 
     touch(tmp_path / "out.jsonl")
     files = resolve_inputs([str(tmp_path)], exclude=[str(tmp_path / "out.jsonl")])
     assert names(files) == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    (tmp_path / "sub" / "_link").symlink_to(tmp_path)
+    assert len(resolve_inputs([str(tmp_path / "sub" / "_link")], exclude=[str(tmp_path / "out.jsonl")])) == 3
     assert all(file.form == "jsonl" and file.fs is None for file in files)
 
 
