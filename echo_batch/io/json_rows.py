@@ -17,6 +17,8 @@ from echo_batch.request import RowFailure
 
 MAX_ROW_BYTES = 64 * 1024 * 1024
 MAX_COLUMNS = 2_000
+MAX_DEPTH = 256
+"""Lists and objects inside one another. Python reads deeper ones, and then cannot walk through them or write them."""
 JSON_TEXT = {b"echo_batch": b"json"}
 
 # NaN and Infinity are not JSON, but many programs write them.
@@ -49,7 +51,19 @@ def parse_row(line: bytes) -> dict[str, Any] | RowFailure:
         return RowFailure(code="bad_json", message=str(error)[:200])
     if not isinstance(value, dict):
         return RowFailure(code="bad_json", message=f"expected an object, got {type(value).__name__}")
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deep(value):
+        return RowFailure(code="bad_json", message="nested too deeply")
     return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        items = (item for held in level for item in (held.values() if type(held) is dict else held))
+        level = [item for item in items if type(item) in (dict, list)]
+        if not level:
+            return False
+    return True
 
 
 def without_surrogates(text: str) -> str:

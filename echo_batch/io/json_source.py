@@ -54,7 +54,7 @@ class JsonSource:
         total = sum(file.size_bytes for file in self._files)
         num_objects = num_openai = 0
         types = ColumnTypes()
-        done_before, last = 0, 0
+        done_before, last, unsaid = 0, 0, 0
         for line in self._lines.scan(self._limit):
             values = parse_row(line.text)
             if isinstance(values, dict):
@@ -64,7 +64,9 @@ class JsonSource:
             if line.stored_bytes < last:  # the next file has begun
                 done_before += last
             last = line.stored_bytes
-            if line.row_id % _PROGRESS_ROWS == 0:
+            unsaid += len(line.text)
+            if line.row_id % _PROGRESS_ROWS == 0 or unsaid >= BATCH_BYTES:  # a stop is seen here
+                unsaid = 0
                 yield ScanProgress(line.row_id + 1, min(done_before + last, total), total)
         self._types = types
         self._schema = types.schema()

@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_batch.errors import InputError
-from echo_batch.io.json_rows import JSON_TEXT, MAX_COLUMNS, ColumnTypes, json_text, parse_row, without_surrogates
+from echo_batch.io.json_rows import (
+    JSON_TEXT,
+    MAX_COLUMNS,
+    MAX_DEPTH,
+    ColumnTypes,
+    json_text,
+    parse_row,
+    without_surrogates,
+)
+from echo_batch.io.output_file import _dumps
 from echo_batch.request import RowFailure
 
 json_values = st.recursive(
@@ -32,6 +41,8 @@ json_values = st.recursive(
         (b"null", "expected an object, got NoneType"),
         (b'{"a": "\xff"}', "not valid UTF-8 at byte 7"),
         (b'{"a": ' + b"[" * 200_000 + b"}", "nested too deeply"),
+        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "nested too deeply"),
+        (b'{"a": ' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1), "nested too deeply"),
         (b'{"a": 1' + b"0" * 5_000 + b"}", "digits"),
         (b'{"a": "\n"}', "control character"),
     ],
@@ -40,6 +51,13 @@ def test_bad_json(line: bytes, message: str) -> None:
     row = parse_row(line)
     assert isinstance(row, RowFailure) and row.code == "bad_json"
     assert message in row.message and len(row.message) <= 220
+
+
+def test_the_deepest_row_can_be_written() -> None:
+    depth = MAX_DEPTH - 1
+    row = parse_row(b'{"a": ' + b"[" * depth + b"1e999" + b"]" * depth + b', "b": [[], [], {}]}')
+    assert isinstance(row, dict)
+    assert _dumps(row) == '{"a": ' + "[" * depth + "null" + "]" * depth + ', "b": [[], [], {}]}'
 
 
 def test_too_long_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,3 +295,10 @@ def test_a_full_disk_under_the_offsets_is_an_output_error(tmp_path: Path, monkey
     monkeypatch.setattr("echo_batch.io.lines.temporary_name", lambda _: Path("/dev/full"))
     with pytest.raises(OutputError, match="No space left"):
         open_source([str(tmp_path / "a.jsonl")], spool_dir=tmp_path / "spool")
+
+
+def test_the_scan_of_long_rows_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo_batch.io.json_source.BATCH_BYTES", 2_000)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "%s"}\n' % ("x" * 1_000) * 10)
+    source = open_source([str(tmp_path / "a.jsonl")], spool_dir=tmp_path / "spool", scan=False)
+    assert [done.num_rows for done in source.scan()] == [1, 3, 5, 7, 9, 10]
