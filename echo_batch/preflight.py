@@ -89,8 +89,10 @@ def make_builder(
 
 def check_options(config: RunConfig, model: ModelFiles) -> None:
     """Raise now what the first request would: a bad template, chat options, generation_config (ConfigError,
-    ModelError)."""
+    ModelError); and what would fail every row."""
     make_builder(config, model, make_chat(config, model), context_tokens=model.config.max_position_embeddings)
+    if any(token >= model.config.vocab_size for token in config.sampling.stop_token_ids):
+        raise ConfigError(f"sampling.stop_token_ids must be below the vocabulary size {model.config.vocab_size}")
 
 
 def read_input(

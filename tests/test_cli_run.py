@@ -256,6 +256,7 @@ def test_bad_settings_are_2_and_touch_nothing(place: Workplace) -> None:
         ["--prompt-template", "{a.b}"],
         ["--chat-template-kwargs", '{"thinking": "maybe"}'],
         ["--tokenizer", "nowhere"],
+        ["--set", "sampling.stop_token_ids=[600]"],
     ):
         outcome = place.run(source, "-o", place.output(), *args)
         assert outcome.code == 2, (args, outcome.err)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from echo_batch.config import RunConfig
-from echo_batch.errors import ConfigError, ModelError, RowError
+from echo_batch.errors import ModelError, RowError
 from echo_batch.io.chat import ChatEncoder, opens_thinking
 from echo_batch.io.dsv32_encoding import END_THINK, THINK
 from echo_batch.io.json_rows import without_surrogates
@@ -83,7 +83,7 @@ class RequestBuilder:
 
     Without a tokenizer only rows with token ids work. `generation_config` is the content of the model's
     generation_config.json. `is_openai` says which form the rows have (Source.is_openai).
-    Raises ConfigError for a bad template or stop token, ModelError for a bad generation_config.
+    Raises ConfigError for a bad template, ModelError for a bad generation_config.
     """
 
     def __init__(
@@ -105,8 +105,6 @@ class RequestBuilder:
         self._limits = limits
         self._fits_vocabulary = tokenizer is not None and tokenizer.vocab_size <= limits.vocab_size
         self._sampling = base_sampling(config, generation_config)
-        if any(token >= limits.vocab_size for token in self._sampling.stop_token_ids):
-            raise ConfigError(f"sampling.stop_token_ids must be below the vocabulary size {limits.vocab_size}")
         self._max_tokens_asked = (
             "max_tokens" in config.explicit_sampling or (generation_config or {}).get("max_new_tokens") is not None
         )

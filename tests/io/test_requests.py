@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from echo_batch.config import InputConfig, RunConfig
-from echo_batch.errors import ConfigError, ModelError, RowError
+from echo_batch.errors import ModelError, RowError
 from echo_batch.io.chat import load_chat
 from echo_batch.io.requests import PromptLimits, RequestBuilder, base_sampling, context_limit
 from echo_batch.io.schema import Record
@@ -127,11 +127,6 @@ def test_lone_surrogates_are_replaced(tokenizer: Tokenizer) -> None:
 )
 def test_failures(tokenizer: Tokenizer, values: dict[str, Any], code: str) -> None:
     assert failure(builder(tokenizer), **values)[0] == code
-
-
-def test_a_stop_token_of_the_job_that_does_not_exist_is_an_error_of_the_job(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="stop_token_ids must be below the vocabulary size 600"):
-        builder(tokenizer, sampling={"stop_token_ids": (600,)})
 
 
 def test_messages_of_failures_say_what_to_change(tokenizer: Tokenizer) -> None:
