@@ -93,6 +93,8 @@ def check_options(config: RunConfig, model: ModelFiles) -> None:
     make_builder(config, model, make_chat(config, model), context_tokens=model.config.max_position_embeddings)
     if any(token >= model.config.vocab_size for token in config.sampling.stop_token_ids):
         raise ConfigError(f"sampling.stop_token_ids must be below the vocabulary size {model.config.vocab_size}")
+    if config.sampling.stop and model.tokenizer is None:
+        raise ConfigError("--stop: without a tokenizer there is no text to stop at; use sampling.stop_token_ids")
 
 
 def read_input(

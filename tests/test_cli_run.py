@@ -269,6 +269,17 @@ def test_bad_settings_are_2_and_touch_nothing(place: Workplace) -> None:
     assert place.run(source, *GREEDY, "-o", place.output()).code == 0
 
 
+def test_stop_strings_need_a_tokenizer(place: Workplace) -> None:
+    """Or every row would silently run to its max_tokens."""
+    bare = place.path / "bare"
+    bare.mkdir()
+    for file in place.model.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (bare / file.name).symlink_to(file)
+    outcome = place.run(place.write("rows.jsonl", token_rows((3,))), "--model", str(bare), "--stop", "x")
+    assert outcome.code == 2 and "stop_token_ids" in outcome.said
+
+
 def test_an_output_that_is_not_ours_is_kept(place: Workplace) -> None:
     source = place.write("rows.jsonl", GOOD)
     (place.path / "out.parquet").write_text("precious")

@@ -176,6 +176,8 @@ class RequestBuilder:
             raise RowError("bad_params", str(error)) from error
         if any(token >= self._limits.vocab_size for token in sampling.stop_token_ids):
             raise RowError("bad_params", f"stop_token_ids must be below the vocabulary size {self._limits.vocab_size}")
+        if self._tokenizer is None and sampling.stop:
+            raise RowError("bad_params", "stop: without a tokenizer there is no text to stop at; use stop_token_ids")
         return sampling
 
     def _encode(self, row: _Prepared) -> Sequence[Any]:

@@ -147,6 +147,11 @@ def test_without_a_tokenizer_or_template(tokenizer: Tokenizer) -> None:
     assert list(build(builder(None), prompt_token_ids=[1, 2]).prompt_token_ids) == [1, 2]
 
 
+def test_stop_strings_need_a_tokenizer() -> None:
+    code, message = failure(builder(None), prompt_token_ids=[1], stop="END")
+    assert code == "bad_params" and "stop_token_ids" in message
+
+
 def test_a_row_that_could_not_be_read_keeps_its_error(tokenizer: Tokenizer) -> None:
     error = RowFailure(code="bad_json", message="m")
     made = builder(tokenizer)
