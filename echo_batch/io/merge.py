@@ -57,8 +57,10 @@ def plan_ranges(manifest: Manifest, num_rows: int, *, range_bytes: int = DEFAULT
     return [*starts, num_rows] if num_rows else [0]
 
 
-def spill(run: RunDirectory, ranges: list[int], schema: pa.Schema, *, range_bytes: int = DEFAULT_RANGE_BYTES) -> None:
-    """Deals the results of all parts to one file per range in the run directory's merge/.
+def spill(
+    run: RunDirectory, ranges: list[int], schema: pa.Schema, *, range_bytes: int = DEFAULT_RANGE_BYTES
+) -> Iterator[None]:
+    """Deals the results of all parts to one file per range in the run directory's merge/; yields after each part.
 
     Parts are taken together up to `range_bytes`, so that a range's file is made of few pieces however small the parts
     are. Files are opened for one piece at a time: there may be more ranges than descriptors. Raises OutputError.
@@ -77,6 +79,7 @@ def spill(run: RunDirectory, ranges: list[int], schema: pa.Schema, *, range_byte
             if held_bytes >= range_bytes:
                 _deal(pa.concat_tables(held), ranges, run.merge_dir)
                 held, held_bytes = [], 0
+            yield
         if held:
             _deal(pa.concat_tables(held), ranges, run.merge_dir)
 

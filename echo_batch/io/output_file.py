@@ -55,7 +55,8 @@ def write_output(
     Raises OutputError (73) when the disk fails, EchoBatchError when a row has no result or the input has changed.
     """
     ranges = plan_ranges(run.manifest, num_rows, range_bytes=range_bytes)
-    spill(run, ranges, columns.schema, range_bytes=range_bytes)
+    for _ in spill(run, ranges, columns.schema, range_bytes=range_bytes):
+        yield 0
     schema = output_schema(source.schema, columns.schema)
     results = read_ranges(run.merge_dir, ranges)
     tables = join_results(source, results, schema, num_rows, limited=limited)

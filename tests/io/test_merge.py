@@ -45,7 +45,8 @@ def write_rows(run, row_ids, *, part_rows=4, text_bytes=lambda row: 10):
 
 def merged(run, source, num_rows, *, range_bytes, limited=False):
     ranges = plan_ranges(run.manifest, num_rows, range_bytes=range_bytes)
-    spill(run, ranges, COLUMNS.schema, range_bytes=range_bytes)
+    for _ in spill(run, ranges, COLUMNS.schema, range_bytes=range_bytes):
+        pass
     results = read_ranges(run.merge_dir, ranges)
     schema = output_schema(source.schema, COLUMNS.schema)
     return ranges, list(join_results(source, results, schema, num_rows, limited=limited))
