@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from echo_batch.errors import EchoBatchError
+from echo_batch.errors import ConfigError, EchoBatchError
 from echo_batch.files import write_errors
 from echo_batch.io.manifest import Manifest
 from echo_batch.io.run_dir import RunDirectory
@@ -63,7 +63,8 @@ def spill(
     """Deals the results of all parts to one file per range in the run directory's merge/; yields after each part.
 
     Parts are taken together up to `range_bytes`, so that a range's file is made of few pieces however small the parts
-    are. Files are opened for one piece at a time: there may be more ranges than descriptors. Raises OutputError.
+    are. Files are opened for one piece at a time: there may be more ranges than descriptors. Raises OutputError, and
+    ConfigError for a damaged part.
     """
     with write_errors(run.merge_dir):
         if run.merge_dir.exists():
@@ -72,8 +73,7 @@ def spill(
         held: list[pa.Table] = []
         held_bytes = 0
         for part in run.manifest.parts():
-            with pq.ParquetFile(run.part_path(part)) as file:
-                table = file.read().select(schema.names)
+            table = _read_part(run.part_path(part), schema)
             held.append(table)
             held_bytes += table.nbytes
             if held_bytes >= range_bytes:
@@ -157,6 +157,14 @@ def regroup(tables: Iterable[pa.Table], *, max_bytes: int, max_rows: int) -> Ite
                 held, held_bytes, held_rows = [], 0, 0
     if held:
         yield pa.concat_tables(held)
+
+
+def _read_part(path: Path, schema: pa.Schema) -> pa.Table:
+    try:
+        with pq.ParquetFile(path) as file:
+            return file.read().select(schema.names)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} is damaged ({str(error)[:200]}); --restart starts the job anew") from error
 
 
 def _deal(table: pa.Table, ranges: list[int], merge_dir: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echo_batch.errors import EchoBatchError
+from echo_batch.errors import ConfigError, EchoBatchError
 from echo_batch.io.merge import join_results, plan_ranges, read_ranges, regroup, spill
 from echo_batch.io.output_schema import ResultColumns, output_schema
 from echo_batch.io.run_dir import RunDirectory
@@ -101,6 +101,15 @@ def test_parts_that_disagree_with_the_manifest_are_an_error(tmp_path):
         write_rows(run, [0, 1, 2, 3], part_rows=2)
         run.part_path(2).write_bytes(run.part_path(1).read_bytes())
         with pytest.raises(EchoBatchError, match="do not hold each of the rows 0 to 3 once"):
+            merged(run, FakeSource([4]), 4, range_bytes=10**6)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1" + bytes(60) + b"PAR1"])
+def test_a_damaged_part_is_named(tmp_path, content):
+    with open_run(tmp_path) as run:
+        write_rows(run, [0, 1, 2, 3], part_rows=2)
+        run.part_path(2).write_bytes(content)
+        with pytest.raises(ConfigError, match=r"part-000002\.parquet is damaged"):
             merged(run, FakeSource([4]), 4, range_bytes=10**6)
 
 
