@@ -4,11 +4,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from echo_batch.errors import InterruptedJobError
 from echo_batch.signals import STOP_SIGNALS, StopFlag
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_ignored() -> Iterator[None]:
+    """Whoever runs the tests may ignore signals (nohup, a shell's background jobs), and new processes inherit that."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
