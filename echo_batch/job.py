@@ -40,6 +40,7 @@ from echo_batch.io.openai_output import OpenAIOutput
 from echo_batch.io.output_file import write_output
 from echo_batch.io.output_schema import ResultColumns
 from echo_batch.io.ownership import local_output_path, output_format
+from echo_batch.io.paths import is_among
 from echo_batch.io.reader import Source, open_source
 from echo_batch.io.requests import RequestBuilder
 from echo_batch.io.run_dir import RunDirectory
@@ -77,6 +78,9 @@ def run_job(config: RunConfig, *, console: Console | None = None) -> int:
         check_options(config, model)
         # The lock comes before the input is read: a second copy of a nightly job ends here at once.
         run = stack.enter_context(closing(RunDirectory.lock(output, inputs=_local_paths(config))))
+        if output.exists() and is_among(str(output), config.input.paths) and not run.wrote_output():
+            # Left out of the input as the job's own, it would be lost with --restart.
+            raise ConfigError(f"output {output} is one of the input's files; give another -o")
         metrics = JobMetrics()
         progress = make_progress(console, sys.stderr, interval=config.report.heartbeat_seconds)
         stack.enter_context(progress)

@@ -388,3 +388,19 @@ def test_thousands_of_rows_cost_little_beside_the_engine(place: Workplace, monke
     assert outcome.code == 0 and sorted(seen) == list(range(5000))
     assert place.report()["seconds"]["total"] < 60
     assert [row["row_id"] for row in place.rows()] == list(range(5000))
+
+
+def test_an_input_of_a_directory_is_never_replaced(place: Workplace) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (place.path / "data").mkdir(exist_ok=True)
+        place.write(f"data/{name}", token_rows((20,)))
+    before = (place.path / "data/b.jsonl").read_bytes()
+    for source in ("data", "data/*.jsonl"):
+        for more in ([], ["--restart"]):
+            ended = place.run(str(place.path / source), *GREEDY, "-o", place.output("data/b.jsonl"), *more)
+            assert ended.code == 2 and "is one of the input's files; give another -o" in ended.said
+    assert (place.path / "data/b.jsonl").read_bytes() == before
+    # Its own output beside the input is no input, and may be done again.
+    job = [str(place.path / "data"), *GREEDY, "-o", place.output("data/out.jsonl")]
+    assert place.run(*job).code == 0 and len(place.rows("data/out.jsonl")) == 2
+    assert place.run(*job, "--restart").code == 0 and len(place.rows("data/out.jsonl")) == 2

@@ -111,6 +111,17 @@ def resolve_inputs(paths: Sequence[str], *, exclude: Iterable[str] = ()) -> tupl
     return files
 
 
+def is_among(file: str, paths: Sequence[str]) -> bool:
+    """Whether the local `file` lies in one of the directories or matches one of the globs of `paths`."""
+    wanted = os.path.realpath(file)
+    for path in paths:
+        if "://" not in path or path.startswith("file://"):
+            with read_errors(path, remote=False):
+                if any(os.path.realpath(name) == wanted for fs, name, _ in _expand(path) if fs is None):
+                    return True
+    return False
+
+
 def files_fingerprint(files: Sequence[InputFile]) -> list[dict[str, Any]]:
     """Name, size and a hash of each file's content.
 

@@ -106,6 +106,17 @@ class RunDirectory:
             raise
         return run
 
+    def wrote_output(self) -> bool:
+        """Whether the file at the output's place is known to come from a job: it says so (Parquet), or it is what this
+        directory's job published."""
+        if read_output_metadata(self.output) is not None:
+            return True
+        manifest = self._open_manifest(restart=False)
+        if manifest is None:
+            return False
+        with closing(manifest):
+            return bool(manifest.get("published") == FileStamp.of(self.output).as_list())
+
     def check(self, fingerprint: Mapping[str, str], config: Mapping[str, Any], *, restart: bool = False) -> None:
         """Raises the ConfigError that `begin` would, when the directory belongs to another job. Changes nothing."""
         manifest = self._open_manifest(restart)
