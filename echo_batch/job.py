@@ -233,6 +233,7 @@ class Job:
                 limited=config.input.limit is not None,
             ):
                 metrics.stage_done = rows
+                metrics.pieces += 1
                 self.reporter.step()
         rate = metrics.rows_failed / source.num_rows if source.num_rows else 0.0
         return TOO_MANY_FAILED_ROWS if rate > config.output.max_error_rate else 0

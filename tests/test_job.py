@@ -1,5 +1,6 @@
 """What a job leaves and does beside its exit code: reports, logs, prompts, losses of the engine."""
 
+import functools
 import gzip
 import io
 import json
@@ -17,7 +18,9 @@ from rich.console import Console
 from echo_batch.config_file import make_config
 from echo_batch.engine.core import EngineCore
 from echo_batch.io.tokenizer import Tokenizer, load_tokenizer
+from echo_batch.io.writer import PartWriter
 from echo_batch.job import run_job
+from echo_batch.reporter import Reporter
 from echo_batch.request import Completion, Request
 from tests.jobs import GREEDY, Workplace, token_rows
 from tests.models.oracle import CheckpointFixture
@@ -404,3 +407,18 @@ def test_an_input_of_a_directory_is_never_replaced(place: Workplace) -> None:
     job = [str(place.path / "data"), *GREEDY, "-o", place.output("data/out.jsonl")]
     assert place.run(*job).code == 0 and len(place.rows("data/out.jsonl")) == 2
     assert place.run(*job, "--restart").code == 0 and len(place.rows("data/out.jsonl")) == 2
+
+
+def test_a_merge_of_many_parts_is_seen_to_advance(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are read before the first row is written: for minutes, after a long night."""
+    monkeypatch.setattr("echo_batch.job.PartWriter", functools.partial(PartWriter, max_seconds=0))
+    seen = []
+
+    def step(reporter: Reporter) -> None:
+        seen.append(reporter._metrics.snapshot())
+
+    monkeypatch.setattr(Reporter, "step", step)
+    source = place.write("rows.jsonl", [row | {"max_tokens": 1 + 3 * i} for i, row in enumerate(token_rows([20] * 5))])
+    assert place.run(source, *GREEDY, "-o", place.output()).code == 0
+    dealt = [snapshot for snapshot in seen if snapshot.stage == "merge" and snapshot.stage_done == 0]
+    assert len(dealt) >= 3 and len({snapshot.work for snapshot in dealt}) == len(dealt)

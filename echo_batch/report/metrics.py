@@ -101,6 +101,8 @@ class Snapshot:
     stage_done: int = 0
     stage_total: int | None = None
     """Of the stages other than "run": rows read, bytes loaded, rows written."""
+    pieces: int = 0
+    """Done of what is no unit of a stage: parts read before the merge writes its first row."""
     rows_done: int = 0
     rows_total: int | None = None
     rows_failed: int = 0
@@ -128,7 +130,8 @@ class Snapshot:
     @property
     def work(self) -> tuple[str | int, ...]:
         """Changes whenever anything advances."""
-        return (self.stage, self.stage_done, self.prefill_tokens, self.decode_tokens, self.steps, self.rows_done)
+        tokens = (self.prefill_tokens, self.decode_tokens)
+        return (self.stage, self.stage_done, self.pieces, *tokens, self.steps, self.rows_done)
 
 
 def usage(used: int, size: int) -> float:
@@ -161,6 +164,7 @@ class JobMetrics:
     stage: str = "start"
     stage_done: int = 0
     stage_total: int | None = None
+    pieces: int = 0
     rows_done: int = 0
     rows_resumed: int = 0
     failed_by_code: dict[str, int] = field(default_factory=dict)
@@ -273,6 +277,7 @@ class JobMetrics:
             stage=self.stage,
             stage_done=self.stage_done,
             stage_total=self.stage_total,
+            pieces=self.pieces,
             rows_done=self.rows_done,
             rows_total=self.rows_total,
             rows_failed=self.rows_failed,

@@ -139,7 +139,8 @@ def test_an_empty_pool_is_used_to_0_percent():
 
 def test_work_changes_with_anything_that_advances():
     base = Snapshot()
-    for change in ({"stage": "run"}, {"stage_done": 1}, {"prefill_tokens": 1}, {"decode_tokens": 1}, {"steps": 1}):
+    counters = ("stage_done", "pieces", "prefill_tokens", "decode_tokens", "steps")
+    for change in ({"stage": "run"}, *({name: 1} for name in counters)):
         assert dataclasses.replace(base, **change).work != base.work
     assert dataclasses.replace(base, waiting=3, host_pool_used=5).work == base.work
 
