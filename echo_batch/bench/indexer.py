@@ -168,7 +168,7 @@ def run_case(work: Workload, hit_rate: float, instances: dict[str, Instance], pa
 
 def time_scores(work: Workload, scoring: dict[str, Instance], fused: dict[str, Instance]) -> dict[str, float]:
     """The scoring kernels alone, and what goes with a prefetch."""
-    arguments = (work.fp8_query[0], work.used_weights[0], work.pages, work.table, work.lengths, INDEX)
+    arguments = work.to_score(0)
     calls: dict[str, Callable[[], object]] = {}
     if work.library is not None:
         calls["DeepGEMM"] = partial(work.library.index_scores_paged, *arguments, work.schedule)

@@ -1,12 +1,12 @@
 """A batch whose queries drift, with its caches; a layer's scores, top-k and recall in every prefetch mode."""
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from echo_batch.bench.cache_ops import replay_us
 from echo_batch.cache.spec import NUM_CANDIDATES
 from echo_batch.kernels.contracts import GroupMaps, make_maps
 from echo_batch.kernels.cuda import indexer as cuda_indexer
@@ -143,11 +143,14 @@ class Workload:
         return 1 - ((1 - low) * (1 - high)) ** 0.5
 
     # --- one layer in each mode
+    def to_score(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, IndexFormat]:
+        """What every version of the scores takes."""
+        return self.fp8_query[layer], self.used_weights[layer], self.pages, self.table, self.lengths, INDEX
+
     def scores(self, layer: int) -> Tensor:
-        arguments = (self.fp8_query[layer], self.used_weights[layer], self.pages, self.table, self.lengths, INDEX)
         if self.library is None:
-            return cuda_indexer.index_scores_paged(*arguments)
-        return self.library.index_scores_paged(*arguments, self.schedule)
+            return cuda_indexer.index_scores_paged(*self.to_score(layer))
+        return self.library.index_scores_paged(*self.to_score(layer), self.schedule)
 
     def finish(self, layer: int, scores: Tensor, skip: int, before_resolve: Callable[[], None]) -> tuple[Tensor, ...]:
         """Top-k and resolve; the candidates before `skip` are set aside."""
@@ -163,19 +166,13 @@ class Workload:
 
     def serial_own(self, layer: int, *, instance: Instance = SCORES_ONLY) -> tuple[Tensor, ...]:
         """The same with this project's scores."""
-        arguments = (self.fp8_query[layer], self.used_weights[layer], self.pages, self.table, self.lengths, INDEX)
-        scores = cuda_indexer.index_scores_paged(*arguments, instance=instance)
+        scores = cuda_indexer.index_scores_paged(*self.to_score(layer), instance=instance)
         return self.finish(layer, scores, self.shape.batch, lambda: None)
 
     def fused(self, layer: int, *, instance: Instance = WITH_PREFETCH) -> tuple[Tensor, ...]:
         """Scores and prefetch in one kernel."""
         scores = cuda_indexer.index_scores_prefetch(
-            self.fp8_query[layer],
-            self.used_weights[layer],
-            self.pages,
-            self.table,
-            self.lengths,
-            INDEX,
+            *self.to_score(layer),
             predicted=self.predicted[layer],
             maps=self.groups[layer],
             state=self.states[layer],
@@ -197,17 +194,7 @@ class Workload:
         predicted = self.predicted[layer].clone()  # top-k updates it beside the last range
         for part in range(num_parts):
             first, end = blocks * part // num_parts, blocks * (part + 1) // num_parts
-            cuda_indexer.index_scores_paged(
-                self.fp8_query[layer],
-                self.used_weights[layer],
-                self.pages,
-                self.table,
-                self.lengths,
-                INDEX,
-                out=scores,
-                first_block=first,
-                end_block=end,
-            )
+            cuda_indexer.index_scores_paged(*self.to_score(layer), out=scores, first_block=first, end_block=end)
             if part == num_parts - 1 and not last:
                 break
             self.side.wait_stream(main)
@@ -255,16 +242,7 @@ class Workload:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 results = [mode(layer) for layer in range(num_layers)]
-            samples = []
-            for _ in range(REPLAYS):
-                before()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                samples.append(start.elapsed_time(end) * 1000)
-            times.append(statistics.median(samples[3:]))
+            times.append(replay_us(graph, before, replays=REPLAYS))
             kept = [tuple(tensor.clone() for tensor in result) for result in results]
         counted = self.state.totals.clone()
         self.check(kept)
