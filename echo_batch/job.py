@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -46,14 +46,11 @@ from echo_batch.io.requests import RequestBuilder
 from echo_batch.io.run_dir import RunDirectory
 from echo_batch.io.writer import PartWriter
 from echo_batch.preflight import ModelFiles, check_options, inspect_model, make_builder, make_chat, plan_for, read_input
-from echo_batch.report.metrics import JobMetrics, versions
+from echo_batch.report.metrics import Committed, JobMetrics, versions
 from echo_batch.report.progress import make_progress
 from echo_batch.report.summary import print_summary
 from echo_batch.reporter import Reporter, log_file, logger, say, scan
 from echo_batch.signals import StopFlag
-
-if TYPE_CHECKING:
-    pass
 
 LOG_NAME = "echo-batch.log"
 """In the run directory: what happened and when, over all starts of the job."""
@@ -270,7 +267,7 @@ class Job:
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    def _committed(self) -> dict[str, Any]:
+    def _committed(self) -> Committed:
         totals = self.directory.manifest.totals()
         return {
             "rows": totals.rows,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 from echo_batch.request import Completion
 
@@ -134,6 +134,17 @@ class Snapshot:
         return (self.stage, self.stage_done, self.pieces, *tokens, self.steps, self.rows_done)
 
 
+class Committed(TypedDict):
+    """What all starts of a job together have committed (`manifest.Totals`)."""
+
+    rows: int
+    failed: Iterable[tuple[str, int]]
+    """Error code and number of rows, by code."""
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+
+
 def usage(used: int, size: int) -> float:
     """Share of a pool in use, 0 to 1; a pool without room, like an empty one, is 0."""
     return used / size if size else 0.0
@@ -188,40 +199,18 @@ class JobMetrics:
     def __post_init__(self) -> None:
         self._began = self.clock()
 
-    def resume(
-        self,
-        *,
-        rows: int,
-        failed: Iterable[tuple[str, int]],
-        prompt_tokens: int,
-        cached_tokens: int,
-        generated_tokens: int,
-    ) -> None:
-        """Takes over what earlier starts committed (`manifest.Totals`)."""
-        self.rows_resumed = rows
-        self.recount(
-            rows=rows,
-            failed=failed,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            generated_tokens=generated_tokens,
-        )
+    def resume(self, **committed: Unpack[Committed]) -> None:
+        """Takes over what earlier starts committed."""
+        self.recount(**committed)
+        self.rows_resumed = self.rows_done
 
-    def recount(
-        self,
-        *,
-        rows: int,
-        failed: Iterable[tuple[str, int]],
-        prompt_tokens: int,
-        cached_tokens: int,
-        generated_tokens: int,
-    ) -> None:
+    def recount(self, **committed: Unpack[Committed]) -> None:
         """Sets the counters of the whole job to what is committed: a row that the disk did not take is not done."""
-        self.rows_done = rows
-        self.failed_by_code = dict(failed)
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = cached_tokens
-        self.generated_tokens = generated_tokens
+        self.rows_done = committed["rows"]
+        self.failed_by_code = dict(committed["failed"])
+        self.prompt_tokens = committed["prompt_tokens"]
+        self.cached_tokens = committed["cached_tokens"]
+        self.generated_tokens = committed["generated_tokens"]
 
     def add_completion(self, completion: Completion) -> None:
         """Counts a row that has ended, well or not."""
