@@ -265,7 +265,8 @@ def _decide(
     chunk = _chunk_tokens(config, hardware, group, chunk_bytes, int(left * _CHUNK_SHARE))
     decode = seqs_bound * memory.decode_row_bytes(model, dtype=dtype, context=longest_row)
     activations = group * group_cost + max(chunk_bytes(chunk), decode)
-    prefetch = prefetch_mode(model, config, hardware, row, index)
+    # The room for prefetch's lists is kept before the pool's size is known.
+    prefetch = prefetch_mode(model, config, hardware, row, index, host_tokens=None)
     cache_fixed = memory.cache_fixed_bytes(model, row, index, prefetch=prefetch) if config.cache.offload else 0
 
     host_share = hardware.host_bytes // workers
@@ -298,7 +299,7 @@ def _decide(
         host_tokens=pools.host_tokens,
         gpu_tokens=pools.gpu_tokens,
         offload=config.cache.offload,
-        prefetch="off" if config.cache.prefetch == "auto" and pools.host_tokens < _PREFETCH_TOKENS else prefetch,
+        prefetch=prefetch_mode(model, config, hardware, row, index, host_tokens=pools.host_tokens),
     )
     max_num_seqs = config.engine.max_num_seqs or _auto_seqs(cache, known, workers, longest_row, seqs_bound)
     lookahead = config.engine.lookahead_steps
@@ -351,17 +352,24 @@ def _check_machine(config: RunConfig, hardware: Hardware) -> int:
 
 
 def prefetch_mode(
-    model: ModelConfig, config: RunConfig, hardware: Hardware, row: RowFormat, index: IndexFormat
+    model: ModelConfig,
+    config: RunConfig,
+    hardware: Hardware,
+    row: RowFormat,
+    index: IndexFormat,
+    *,
+    host_tokens: int | None,
 ) -> PrefetchMode:
     """What `cache.prefetch` stands for. auto is fused where that was measured to be faster: Hopper, fp8 rows and keys,
-    64 index heads, and (the caller looks at this) a host pool of _PREFETCH_TOKENS."""
+    64 index heads, a host pool of _PREFETCH_TOKENS or more. `host_tokens` None: its size is not known, it may be."""
     if not config.cache.offload:
         return "off"
     if config.cache.prefetch != "auto":
         return config.cache.prefetch
     is_hopper = hardware.kind == "cuda" and hardware.compute_capability[0] == 9
     is_measured = row.kind == index.kind == "fp8" and model.index_n_heads == 64
-    return "fused" if is_hopper and is_measured else "off"
+    is_large = host_tokens is None or host_tokens >= _PREFETCH_TOKENS
+    return "fused" if is_hopper and is_measured and is_large else "off"
 
 
 def _group_tokens(
