@@ -15,7 +15,7 @@ from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
 from echo_batch.models.config import ModelConfig
-from echo_batch.models.dsa import Angles, AttentionInputs
+from echo_batch.models.dsa import Angles, Projected
 from echo_batch.models.layers import MoeWeights
 from echo_batch.models.model import Model, Stream
 from echo_batch.models.moe import moe
@@ -170,14 +170,13 @@ class WorkloadModel(Model):
                 self._weights = self._drift_weights * scale.view_as(self._drift_weights)
         return super().embed(token_ids)
 
-    def attention_inputs(self, layer: int, stream: Stream, angles: Angles) -> tuple[Stream, AttentionInputs]:
-        """The model's, with the indexer's query replaced by the drifting one."""
-        stream, inputs = super().attention_inputs(layer, stream, angles)
-        if self.shape.locality is None or inputs.index_query is None:
-            return stream, inputs
-        group, rows = self.config.layers[layer].selection_group, inputs.query.shape[0]
-        query, weights = self._queries[group, :rows], self._weights[group, :rows]
-        return stream, inputs._replace(index_query=query, index_weights=weights)
+    def index_query(self, layer: int, projected: Projected, angles: Angles) -> tuple[Tensor, Tensor]:
+        """The model's, computed and replaced by the drifting one."""
+        own = super().index_query(layer, projected, angles)
+        if self.shape.locality is None:
+            return own
+        group, rows = self.config.layers[layer].selection_group, own[0].shape[0]
+        return self._queries[group, :rows], self._weights[group, :rows]
 
     def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
         """The model's; with `ep_slice` the experts also serve other workers' tokens, whose results go."""

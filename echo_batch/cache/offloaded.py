@@ -41,6 +41,9 @@ class OffloadedCache:
     `residency`: start resident, as after every `reset`.
     """
 
+    recalls = True
+    """`recall` may have rows to copy."""
+
     def __init__(
         self,
         spec: CacheSpec,

@@ -24,6 +24,9 @@ class ResidentCache:
     resident = True
     """Always; see OffloadedCache."""
 
+    recalls = False
+    """`recall` does nothing."""
+
     def __init__(
         self,
         spec: CacheSpec,

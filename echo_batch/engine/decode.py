@@ -3,6 +3,7 @@
 Everything is a tensor of fixed shape: padded rows have position 0, no slot and an empty context; they touch no state.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from echo_batch.cache.manager import KVCache
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.sampler import StepOutput, sample_rows
+from echo_batch.kernels.branch import Branch
 from echo_batch.kernels.ops import Ops
 from echo_batch.models.model import Model
 
@@ -31,10 +33,12 @@ def decode_step(
     bucket: int,
     max_blocks: int,
     greedy_only: bool,
+    branch: Branch | None = None,
 ) -> StepLogits:
     """Run the first `bucket` rows of `state` through the model and sample one token for each active one.
 
     `max_blocks` bounds the context of every active row (in blocks), so that scoring does not walk the whole table.
+    `branch`: where attention's queries are made while rows are selected and recalled; without, one after the other.
     """
     rows = slice(0, bucket)
     active = state.active[rows]
@@ -49,6 +53,7 @@ def decode_step(
         active=active,
         block_table=block_table,
         predicted=state.predicted[:, rows],
+        branch=branch,
     )
     return StepLogits(*sample_rows(state, rows, logits, ops=ops, has_block=has_block, greedy_only=greedy_only))
 
@@ -63,13 +68,13 @@ def decode_logits(
     active: Tensor,
     block_table: Tensor,
     predicted: Tensor,
+    branch: Branch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits fp32 `[B, V]` for the tokens at `positions` (int32 `[B]`), their KV rows written on the way.
 
     token_ids int64 `[B]`, active bool `[B]`, block_table int32 `[B, max_blocks]`; predicted fp32 `[groups, B]`: the
     k-th score that each row's next selection is expected to have, updated in place (it changes no result). Second
-    result: bool `[B]`, False for
-    an active row without a block for its token (nothing is written for it).
+    result: bool `[B]`, False for an active row without a block for its token (nothing is written for it).
     """
     spec, config = cache.spec, model.config
     seq_lens = torch.where(active, positions + 1, 0)
@@ -83,27 +88,31 @@ def decode_logits(
         new_rows = appended[group]
         resolution = None
         for layer in layers:
-            stream, inputs = model.attention_inputs(layer, stream, angles)
-            cache.write(layer, new_slots, new_rows, inputs.kv_row, inputs.index_key)
+            stream, projected = model.project(layer, stream, angles)
+            cache.write(layer, new_slots, new_rows, projected.latents.kv_row, projected.latents.index_key)
+            scores = None
             if resolution is None:
                 # The group's first layer selects; the others reuse its selection (IndexShare).
-                assert inputs.index_query is not None and inputs.index_weights is not None
+                index_query, index_weights = model.index_query(layer, projected, angles)
                 scores = cache.index_scores(
-                    group,
-                    inputs.index_query,
-                    inputs.index_weights,
-                    block_table,
-                    seq_lens,
-                    schedule,
-                    predicted[group],
+                    group, index_query, index_weights, block_table, seq_lens, schedule, predicted[group]
                 )
+            # Attention's query waits for weights from HBM, selection for latencies, recall for rows from the host: side
+            # by side, where there is something to recall or to select.
+            beside = branch if scores is not None or cache.recalls else None
+            with nullcontext() if beside is None else beside.fork():
+                query = model.attention_query(layer, projected, angles)
+            if scores is not None:
                 selected, _ = ops.topk_positions(
                     scores, seq_lens, spec.index_topk, predicted[group], update=True, block_table=block_table
                 )
                 resolution = cache.resolve(group, selected)
+            assert resolution is not None
             cache.recall(layer, resolution)
+            if beside is not None:
+                beside.join()
             latent = ops.sparse_mla(
-                inputs.query, cache.gpu_rows(layer), resolution.rows, config.softmax_scale, spec.row_format
+                query, cache.gpu_rows(layer), resolution.rows, config.softmax_scale, spec.row_format
             )
             stream = model.attention_output(layer, stream, latent)
             stream = model.ffn(layer, stream, active)

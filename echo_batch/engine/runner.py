@@ -16,6 +16,7 @@ from echo_batch.engine.batch import BatchState
 from echo_batch.engine.checksum import row_checksums
 from echo_batch.engine.decode import StepLogits, decode_step
 from echo_batch.engine.sampler import StepOutput
+from echo_batch.kernels.branch import Branch
 from echo_batch.kernels.ops import Ops
 from echo_batch.models.model import Model
 
@@ -73,6 +74,10 @@ class EagerRunner:
     cache: KVCache
     ops: Ops
     state: BatchState
+    _branch: Branch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._branch = Branch(self.model.device)
 
     def launch(
         self, shape: StepShape, *, max_blocks: int, num_logprobs: int | None, checksums: bool = False
@@ -86,6 +91,7 @@ class EagerRunner:
             bucket=shape.bucket,
             max_blocks=max_blocks,
             greedy_only=shape.greedy_only,
+            branch=self._branch,
         )
         return PendingOutput(complete_output(step, self.ops, num_logprobs, checksums=checksums), None)
 
@@ -119,6 +125,10 @@ class GraphRunner:
     _graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepLogits]] = field(default_factory=dict)
     _ring: deque[tuple[Tensor, torch.cuda.Event]] = field(default_factory=deque)
     _pool: Any = None
+    _branch: Branch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._branch = Branch(self.model.device)
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Capture the steps of these shapes. Rows are inactive meanwhile, so no request's state is touched."""
@@ -185,10 +195,12 @@ class GraphRunner:
                 bucket=shape.bucket,
                 max_blocks=self.state.block_table.shape[1],
                 greedy_only=shape.greedy_only,
+                branch=self._branch,
             )
 
         # Libraries compile and allocate at their first calls, which must not happen under capture.
-        stream = torch.cuda.Stream()
+        # The priority is the graph's too: the branch's kernels get what these leave of the multiprocessors.
+        stream = torch.cuda.Stream(priority=-1)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -197,7 +209,7 @@ class GraphRunner:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             step = body()
         self._graphs[shape] = (graph, step)
 

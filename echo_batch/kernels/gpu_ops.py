@@ -67,6 +67,7 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         rope_angles=norm_rope.rope_angles,
         latent_inputs=fused.latent_inputs,
         attention_queries=queries.attention_queries,
+        index_query=queries.index_query,
         head_values=queries.head_values,
         route=moe.route,
         swiglu_activation=moe.swiglu_activation,

@@ -135,6 +135,21 @@ class AttentionQueriesOp(Protocol):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
 
+class IndexQueryOp(Protocol):
+    """`fused.index_query`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        head_logits: Tensor,
+        *,
+        interleaved: bool,
+        index_format: IndexFormat,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class RouteOp(Protocol):
     """`moe.route`."""
 
@@ -181,6 +196,7 @@ class Ops:
     rope_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     latent_inputs: LatentInputsOp
     attention_queries: AttentionQueriesOp
+    index_query: IndexQueryOp
     head_values: Callable[[Tensor, Tensor, bool | None], Activation]
     route: RouteOp
     swiglu_activation: Callable[[Tensor, bool | None], Activation]
@@ -215,6 +231,7 @@ def reference_ops() -> Ops:
         rope_angles=rope.rope_angles,
         latent_inputs=fused.latent_inputs,
         attention_queries=fused.attention_queries,
+        index_query=fused.index_query,
         head_values=fused.head_values,
         route=moe.route,
         swiglu_activation=moe.swiglu_activation,

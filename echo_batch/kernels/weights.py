@@ -42,6 +42,15 @@ def expert_of(stack: Weight, index: int) -> Weight:
     return stack.expert(index) if isinstance(stack, QuantizedWeight) else stack[index]
 
 
+def rows_of(weight: Weight, start: int, end: int) -> Weight:
+    """Outputs start..end of a matrix [out, in], as a view. Quantized: multiples of 128, or `end` the last."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight[start:end]
+    assert start % QUANT_BLOCK == 0 and (end % QUANT_BLOCK == 0 or end == weight.shape[0]), (start, end)
+    blocks = slice(start // QUANT_BLOCK, -(-end // QUANT_BLOCK))
+    return QuantizedWeight(weight.data[start:end], weight.scale[blocks], weight.ue8m0)
+
+
 def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the scales of a weight of this shape: the last two dimensions counted in blocks, rounded up."""
     return (*shape[:-2], -(-shape[-2] // QUANT_BLOCK), -(-shape[-1] // QUANT_BLOCK))

@@ -10,11 +10,22 @@ from torch import Tensor
 from echo_batch.kernels.activation import Activation, quantization_for
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.reference.fused import LatentInputs
+from echo_batch.kernels.weights import Weight, rows_of
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.layers import AttentionWeights
 
 INDEX_KEY_NORM_EPS = 1e-6
 """Of the indexer's LayerNorm, whatever rms_norm_eps is (spec section 1)."""
+
+
+class Projected(NamedTuple):
+    """What one layer makes of T new tokens before any query: what the cache keeps, and what queries are made of."""
+
+    normed: Tensor
+    """[T, D] after input_layernorm, in the compute dtype"""
+    latents: LatentInputs
+    """query rank, KV rows, index keys"""
 
 
 class AttentionInputs(NamedTuple):
@@ -40,7 +51,7 @@ class Angles(NamedTuple):
     """fp32 [T, 32]"""
 
 
-def attention_inputs(
+def project(
     ops: Ops,
     config: ModelConfig,
     weights: AttentionWeights,
@@ -48,10 +59,10 @@ def attention_inputs(
     angles: Angles,
     row_format: RowFormat,
     index_format: IndexFormat,
-) -> AttentionInputs:
-    """normed [T, D] (after input_layernorm) -> AttentionInputs."""
+) -> Projected:
+    """normed [T, D] (after input_layernorm) -> Projected."""
     indexer = weights.indexer
-    first = ops.latent_inputs(
+    latents = ops.latent_inputs(
         ops.linear(normed, weights.fused_a),
         angles.cos,
         angles.sin,
@@ -67,18 +78,85 @@ def attention_inputs(
         index_format=index_format,
         ue8m0=quantization_for(weights.q_b),
     )
-    absorbed, index_query, index_weights = ops.attention_queries(
-        ops.linear(first.query, weights.q_b),
+    return Projected(normed.values, latents)
+
+
+def all_queries(
+    ops: Ops,
+    config: ModelConfig,
+    weights: AttentionWeights,
+    projected: Projected,
+    angles: Angles,
+    index_format: IndexFormat,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Queries of attention and, on layers that select, of the indexer with its head weights: one product for both."""
+    return _queries(ops, config, weights, projected, angles, index_format, weights.q_b, with_indexer=True)
+
+
+def attention_query(
+    ops: Ops,
+    config: ModelConfig,
+    weights: AttentionWeights,
+    projected: Projected,
+    angles: Angles,
+    index_format: IndexFormat,
+) -> Tensor:
+    """Attention's query alone, [T, H, 576]."""
+    own = rows_of(weights.q_b, 0, _query_columns(weights, angles))
+    query, _, _ = _queries(ops, config, weights, projected, angles, index_format, own, with_indexer=False)
+    return query
+
+
+def index_query(
+    ops: Ops,
+    config: ModelConfig,
+    weights: AttentionWeights,
+    projected: Projected,
+    angles: Angles,
+    index_format: IndexFormat,
+) -> tuple[Tensor, Tensor]:
+    """The indexer's query [T, Hi, 128] and head weights fp32 [T, Hi] alone, of a layer that selects."""
+    assert weights.indexer is not None
+    own = rows_of(weights.q_b, _query_columns(weights, angles), weights.q_b.shape[0])
+    return ops.index_query(
+        ops.linear(projected.latents.query, own).unflatten(1, (config.index_n_heads, -1)),
+        angles.cos,
+        angles.sin,
+        ops.linear_fp32_parts(projected.normed, weights.indexer.weights_proj),
+        interleaved=config.index_rope.interleaved,
+        index_format=index_format,
+    )
+
+
+def _query_columns(weights: AttentionWeights, angles: Angles) -> int:
+    """Outputs of q_b that are attention's; the indexer's come behind them."""
+    num_heads, nope = weights.key_up.shape[:2]
+    return num_heads * (nope + 2 * angles.cos.shape[1])
+
+
+def _queries(
+    ops: Ops,
+    config: ModelConfig,
+    weights: AttentionWeights,
+    projected: Projected,
+    angles: Angles,
+    index_format: IndexFormat,
+    q_b: Weight,
+    *,
+    with_indexer: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    indexer = weights.indexer if with_indexer else None
+    return ops.attention_queries(
+        ops.linear(projected.latents.query, q_b),
         weights.key_up,
         angles.cos,
         angles.sin,
-        None if indexer is None else ops.linear_fp32_parts(normed.values, indexer.weights_proj),
+        None if indexer is None else ops.linear_fp32_parts(projected.normed, indexer.weights_proj),
         num_index_heads=config.index_n_heads,
         interleaved=config.rope.interleaved,
         index_interleaved=config.index_rope.interleaved,
         index_format=index_format,
     )
-    return AttentionInputs(absorbed, first.kv_row, index_query, index_weights, first.index_key)
 
 
 def attention_output(ops: Ops, weights: AttentionWeights, latent: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.weights import Weight
 from echo_batch.models import dsa
 from echo_batch.models.config import ModelConfig
-from echo_batch.models.dsa import Angles, AttentionInputs
+from echo_batch.models.dsa import Angles, AttentionInputs, Projected
 from echo_batch.models.layers import ModelWeights, MoeWeights
 from echo_batch.models.moe import mlp, moe
 from echo_batch.models.rope import inverse_frequencies
@@ -70,14 +70,34 @@ class Model:
         """RoPE angles of positions int [T], for all layers."""
         return Angles(*self.ops.rope_angles(positions, self._frequencies))
 
-    def attention_inputs(self, layer: int, stream: Stream, angles: Angles) -> tuple[Stream, AttentionInputs]:
-        """Norm, projections, RoPE and packing of one layer. The first result is the stream for `attention_output`."""
+    def project(self, layer: int, stream: Stream, angles: Angles) -> tuple[Stream, Projected]:
+        """Norm and first projections of one layer. The first result is the stream for `attention_output`."""
         weights = self.weights.layers[layer]
         hidden, normed = self._norm(stream, weights.input_norm, weights.attention.fused_a)
-        inputs = dsa.attention_inputs(
+        projected = dsa.project(
             self.ops, self.config, weights.attention, normed, angles, self.row_format, self.index_format
         )
-        return Stream(hidden, None), inputs
+        return Stream(hidden, None), projected
+
+    def index_query(self, layer: int, projected: Projected, angles: Angles) -> tuple[Tensor, Tensor]:
+        """The indexer's query and head weights on a layer that selects."""
+        weights = self.weights.layers[layer].attention
+        return dsa.index_query(self.ops, self.config, weights, projected, angles, self.index_format)
+
+    def attention_query(self, layer: int, projected: Projected, angles: Angles) -> Tensor:
+        """Attention's query, which nothing before attention needs."""
+        weights = self.weights.layers[layer].attention
+        return dsa.attention_query(self.ops, self.config, weights, projected, angles, self.index_format)
+
+    def attention_inputs(self, layer: int, stream: Stream, angles: Angles) -> tuple[Stream, AttentionInputs]:
+        """`project` and all queries, in fewer launches than apart."""
+        stream, projected = self.project(layer, stream, angles)
+        weights = self.weights.layers[layer].attention
+        query, index_query, index_weights = dsa.all_queries(
+            self.ops, self.config, weights, projected, angles, self.index_format
+        )
+        latents = projected.latents
+        return stream, AttentionInputs(query, latents.kv_row, index_query, index_weights, latents.index_key)
 
     def attention_output(self, layer: int, stream: Stream, latent: Tensor) -> Stream:
         """Attended latent [T, H, 512] of one layer, through its output projection, onto the stream."""

@@ -14,7 +14,7 @@ from echo_batch.engine.plan import InputStats, Plan
 from echo_batch.engine.residency import resident_buckets, stays_resident
 from echo_batch.kernels.cache_ops import CacheOps, reference_cache_ops
 from echo_batch.kernels.ops import reference_ops
-from echo_batch.models.dsa import AttentionInputs
+from echo_batch.models.dsa import Projected
 from echo_batch.models.model import Model, Stream
 from echo_batch.request import Request, SamplingParams
 from tests.checkpoints import Family
@@ -33,10 +33,10 @@ class Recorded(Model):
         )
         self.seen: list[Tensor] = []
 
-    def attention_inputs(self, layer: int, stream: Stream, angles: Any) -> tuple[Stream, AttentionInputs]:
-        stream, inputs = super().attention_inputs(layer, stream, angles)
-        self.seen.append(inputs.kv_row.clone())
-        return stream, inputs
+    def project(self, layer: int, stream: Stream, angles: Any) -> tuple[Stream, Projected]:
+        stream, projected = super().project(layer, stream, angles)
+        self.seen.append(projected.latents.kv_row.clone())
+        return stream, projected
 
     def logits(self, stream: Stream) -> Tensor:
         self.seen.append(super().logits(stream).clone())

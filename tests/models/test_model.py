@@ -7,6 +7,7 @@ from torch import Tensor
 from echo_batch.kernels.ops import reference_ops
 from echo_batch.kernels.reference.norm import add_rms_norm
 from echo_batch.kernels.reference.rows import unpack_index_keys, unpack_kv_rows
+from echo_batch.kernels.weights import QuantizedWeight, dequantize, rows_of
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.loader import load_model
 from echo_batch.models.model import Model, Stream
@@ -126,6 +127,30 @@ def test_bf16_rows_and_scores_are_close_to_fp32(tiny_checkpoint: CheckpointFixtu
     key8, _ = unpack_index_keys(ours.index_key, bf16_model.index_format)
     # Without the rotation these would be almost the same direction.
     assert torch.nn.functional.cosine_similarity(key32, key8, -1).abs().mean() < 0.5
+
+
+@pytest.mark.parametrize("variant", ["fp8", "fp32"])
+def test_queries_apart_are_those_of_one_product(variant: str, tiny_checkpoint: CheckpointFixture) -> None:
+    model = load_fp32(tiny_checkpoint("v32", variant) / "model")
+    angles = model.angles(torch.arange(7))
+    stream = model.embed(random_ids(7, seed=12))
+    _, together = model.attention_inputs(0, stream, angles)
+    _, projected = model.project(0, stream, angles)
+    torch.testing.assert_close(model.attention_query(0, projected, angles), together.query)
+    assert together.index_query is not None and together.index_weights is not None
+    query, weights = model.index_query(0, projected, angles)
+    torch.testing.assert_close(query, together.index_query)
+    torch.testing.assert_close(weights, together.index_weights)
+
+
+def test_rows_of_a_quantized_weight() -> None:
+    data = torch.randn(320, 256).to(torch.float8_e4m3fn)
+    weight = QuantizedWeight(data, torch.rand(3, 2), True)
+    for start, end in ((0, 128), (128, 320), (256, 320)):
+        part = rows_of(weight, start, end)
+        assert torch.equal(dequantize(part, torch.float32), dequantize(weight, torch.float32)[start:end])
+    with pytest.raises(AssertionError):
+        rows_of(weight, 0, 100)
 
 
 def difference(x: Tensor, y: Tensor) -> float:

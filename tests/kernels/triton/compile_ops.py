@@ -104,6 +104,9 @@ def decode_ops(num_tokens: int) -> None:
                 index_interleaved=False,
                 index_format=index,
             )
+    own = linear.linear(first.query, weight(index_heads * 128, q_rank)).unflatten(1, (index_heads, -1))
+    head_logits = linear.linear_fp32_parts(x.values, zeros(index_heads, hidden))
+    queries.index_query(own, cos, sin, head_logits, interleaved=False, index_format=index)
     assert first.index_key is not None
     slot = zeros(t, dtype=torch.int32)
     rows.write_index_keys(zeros(4, index.page_bytes, dtype=torch.uint8), slot, first.index_key, index)
