@@ -30,6 +30,13 @@ struct float4 {
 struct uint4 {
     unsigned x, y, z, w;
 };
+struct float2 {
+    float x, y;
+};
+struct uint2 {
+    unsigned x, y;
+};
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 struct Warp {
@@ -37,18 +44,26 @@ struct Warp {
     unsigned values[32];
 };
 
+struct Block {
+    std::vector<unsigned char> shared;
+    std::barrier<> barrier;
+    std::vector<std::unique_ptr<Warp>> warps;
+    Block(unsigned num_threads, size_t shared_bytes) : shared(shared_bytes, 0xa5), barrier(num_threads) {
+        for (unsigned i = 0; i < num_threads / 32; ++i) warps.push_back(std::make_unique<Warp>());
+    }
+};
+
 static thread_local Dim3 threadIdx, blockIdx;
 static Dim3 gridDim;
-static std::vector<unsigned char> shared_memory;
-static std::unique_ptr<std::barrier<>> block_barrier;
-static std::vector<std::unique_ptr<Warp>> warps;
+static thread_local Block* block;  // of this thread
+#define shared_memory (block->shared)
 
-static inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+static inline void __syncthreads() { block->barrier.arrive_and_wait(); }
 
 // What `result` makes of the values of a warp's 32 threads.
 template <typename Result>
 static unsigned exchange(unsigned value, Result result) {
-    Warp& warp = *warps[threadIdx.x / 32];
+    Warp& warp = *block->warps[threadIdx.x / 32];
     warp.values[threadIdx.x % 32] = value;
     warp.barrier.arrive_and_wait();
     const unsigned answer = result(warp.values);
@@ -77,6 +92,13 @@ static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
         return sum;
     });
 }
+static inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned step) {
+    const unsigned lane = threadIdx.x % 32;
+    return exchange(value, [=](const unsigned* values) { return values[lane >= step ? lane - step : lane]; });
+}
+static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    return exchange(value, [](const unsigned* values) { return *std::max_element(values, values + 32); });
+}
 static inline unsigned __reduce_min_sync(unsigned, unsigned value) {
     return exchange(value, [](const unsigned* values) { return *std::min_element(values, values + 32); });
 }
@@ -86,6 +108,17 @@ static inline unsigned atomicAdd(unsigned* target, unsigned value) {
 static inline unsigned atomicAnd(unsigned* target, unsigned value) {
     return std::atomic_ref<unsigned>(*target).fetch_and(value);
 }
+static inline unsigned atomicOr(unsigned* target, unsigned value) {
+    return std::atomic_ref<unsigned>(*target).fetch_or(value);
+}
+static inline int atomicExch(int* target, int value) { return std::atomic_ref<int>(*target).exchange(value); }
+static inline unsigned atomicMax(unsigned* target, unsigned value) {
+    std::atomic_ref<unsigned> current(*target);
+    unsigned old = current.load();
+    while (old < value && !current.compare_exchange_weak(old, value)) {
+    }
+    return old;
+}
 static inline unsigned atomicMin(unsigned* target, unsigned value) {
     std::atomic_ref<unsigned> current(*target);
     unsigned old = current.load();
@@ -93,6 +126,10 @@ static inline unsigned atomicMin(unsigned* target, unsigned value) {
     }
     return old;
 }
+static inline int __ldcg(const int* from) { return *from; }
+static inline int __clzll(long long bits) { return bits == 0 ? 64 : __builtin_clzll((unsigned long long)bits); }
+static inline int __ffs(int bits) { return __builtin_ffs(bits); }
+static inline int __popcll(long long bits) { return __builtin_popcountll((unsigned long long)bits); }
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static inline unsigned __float_as_uint(float value) {
     unsigned bits;
@@ -105,24 +142,39 @@ static inline float __uint_as_float(unsigned bits) {
     return value;
 }
 
-// Runs `kernel` for a grid of `num_blocks`, one block after the other.
-static void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes, std::function<void()> kernel) {
-    shared_memory.assign(shared_bytes, 0xa5);
-    block_barrier = std::make_unique<std::barrier<>>(num_threads);
-    warps.clear();
-    for (unsigned i = 0; i < num_threads / 32; ++i) warps.push_back(std::make_unique<Warp>());
-    gridDim = {num_blocks, 1, 1};
-    std::barrier<> next(num_threads);
+// Blocks of one cluster, which run at the same time (emulated cluster.cuh: cluster_emulation.h).
+static std::vector<std::unique_ptr<Block>> cluster;
+static std::unique_ptr<std::barrier<>> cluster_barrier;
+
+// Runs `kernel` for grid.y clusters of grid.x blocks, one cluster after the other.
+static inline void launch_clusters(Dim3 grid, unsigned num_threads, size_t shared_bytes,
+                                   std::function<void()> kernel) {
+    cluster.clear();
+    for (unsigned i = 0; i < grid.x; ++i) cluster.push_back(std::make_unique<Block>(num_threads, shared_bytes));
+    cluster_barrier = std::make_unique<std::barrier<>>(grid.x * num_threads);
+    gridDim = grid;
+    std::barrier<> next(grid.x * num_threads);
     std::vector<std::thread> threads;
-    for (unsigned thread = 0; thread < num_threads; ++thread) {
-        threads.emplace_back([&, thread] {
-            threadIdx = {thread, 0, 0};
-            for (unsigned block = 0; block < num_blocks; ++block) {
-                blockIdx = {block, 0, 0};
+    for (unsigned i = 0; i < grid.x * num_threads; ++i) {
+        threads.emplace_back([&, i] {
+            block = cluster[i / num_threads].get();
+            threadIdx = {i % num_threads, 0, 0};
+            for (unsigned y = 0; y < grid.y; ++y) {
+                blockIdx = {i / num_threads, y, 0};
                 kernel();
                 next.arrive_and_wait();
             }
         });
     }
     for (std::thread& thread : threads) thread.join();
+}
+
+// Runs `kernel` for a grid of `num_blocks`, one block after the other.
+static inline void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes,
+                          std::function<void()> kernel) {
+    launch_clusters({1, num_blocks, 1}, num_threads, shared_bytes, [&] {
+        blockIdx = {blockIdx.y, 0, 0};
+        gridDim = {num_blocks, 1, 1};
+        kernel();
+    });
 }

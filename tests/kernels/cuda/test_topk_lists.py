@@ -1,0 +1,181 @@
+"""The CUDA top-k over lists on a CPU: the kernel's own source, compiled by the host's C++ compiler (emulation.h).
+
+On a GPU: tests/kernels/triton/test_topk_lists.py.
+"""
+
+import ctypes
+import importlib.resources
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
+from echo_batch.kernels.reference.topk_lists import count_listed, topk_lists
+from echo_batch.kernels.score_lists import MAX_TOPK, ScoreLists
+from tests.kernels.score_lists_scenario import bounds, split_lists
+from tests.kernels.triton.test_topk import KINDS, dirtied, scores_of
+
+COMPILER = shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
+
+MAX_LISTS = 32
+LAUNCHER = """
+extern "C" void run(const float* scores, long long stride, u32 width, const int* lengths, float* predicted,
+                    float* margins, u32 k, const void* entries, const void* headers, u32 num_lists, u32 capacity,
+                    int* rows, float* kth, const int* tables, long long table_stride, u32* num_whole, u32 num_rows) {
+    launch(num_rows, THREADS, SHARED_BYTES + 4 * (k + 1) + 8 * MAX_ENTRIES + 4 * ((width + 31) / 32), [&] {
+        topk_lists(scores, stride, width, lengths, predicted, margins, k, (const Entry*)entries, (const uint4*)headers,
+                   num_lists, capacity, rows, kth, tables, table_stride, num_whole, nullptr, nullptr, nullptr, nullptr,
+                   nullptr, nullptr, nullptr);
+    });
+}
+"""
+HEADERS = """
+typedef unsigned int u32;
+typedef unsigned long long u64;
+static uint4 load_row_vector(const uint4* from) { return *from; }
+static u64 min(u64 a, u64 b) { return a < b ? a : b; }
+"""
+
+
+def source_of(name: str) -> str:
+    return importlib.resources.files("echo_batch.kernels.cuda").joinpath(name).read_text().replace("#pragma once", "")
+
+
+def build(directory: Path, *, threads: int, aligned: bool, max_entries: int) -> ctypes.CDLL:
+    source = source_of("topk_lists.cu")
+    dynamic = "extern __shared__ __align__(16) unsigned char shared_bytes[];"
+    assert dynamic in source
+    source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
+    source = re.sub('#include "hopper.cuh"', HEADERS, source)
+    for header in ("mark.cuh", "topk_keys.cuh"):
+        source = source.replace(f'#include "{header}"', source_of(header))
+    name = f"topk_lists_{threads}_{aligned}_{max_entries}"
+    code, library = directory / f"{name}.cpp", directory / f"{name}.so"
+    code.write_text(f'#include "{Path(__file__).with_name("emulation.h")}"\n{source}\n{LAUNCHER}')
+    defines = dict(
+        THREADS=threads, MAX_ENTRIES=max_entries, MAX_LISTS=MAX_LISTS, ALIGNED=int(aligned), MARK=0, MAX_DELAY=0
+    )
+    command = [str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread"]
+    command += [f"-D{key}={value}" for key, value in defines.items()] + ["-o", str(library), str(code)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "unrecognized command-line option" in done.stderr or "barrier: No such file" in done.stderr:
+        pytest.skip("g++ without C++20")
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["scalar", "aligned"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build(tmp_path_factory.mktemp("emulated"), threads=64, aligned=request.param, max_entries=512)
+
+
+def run(
+    library: ctypes.CDLL,
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor,
+    margins: Tensor,
+    lists: ScoreLists,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor, int]:
+    num_rows, width = scores.shape
+    num_lists, capacity, _ = lists.entries.shape
+    positions = torch.full((num_rows, k), -7, dtype=torch.int32)
+    kth, num_whole = torch.empty(num_rows), torch.zeros(1, dtype=torch.int32)
+    # Headers are read 16 bytes at once.
+    headers = torch.empty(4 * num_lists + 4, dtype=torch.int32)
+    headers = headers[(-headers.data_ptr() % 16) // 4 :][: 4 * num_lists].view(num_lists, 4).copy_(lists.headers)
+
+    def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+    library.run(
+        pointer(scores),
+        ctypes.c_longlong(scores.stride(0)),
+        ctypes.c_uint(width),
+        pointer(lengths),
+        pointer(predicted),
+        pointer(margins),
+        ctypes.c_uint(k),
+        pointer(lists.entries),
+        pointer(headers),
+        ctypes.c_uint(num_lists),
+        ctypes.c_uint(capacity),
+        pointer(positions),
+        pointer(kth),
+        pointer(block_table),
+        ctypes.c_longlong(0 if block_table is None else block_table.stride(0)),
+        pointer(num_whole),
+        ctypes.c_uint(num_rows),
+    )
+    return positions, kth, int(num_whole)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(nan=-12345.0), b.nan_to_num(nan=-12345.0))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_as_reference(library: ctypes.CDLL, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo_batch.kernels.reference.topk_lists.MAX_ENTRIES", 512)
+    num_listed_rows = 0
+    for number, (width, k) in enumerate(((2500, 64), (300, 32), (1000, 128))):
+        scores = scores_of(kind, 5, width, seed=width)
+        lengths = torch.tensor([width, k, k - 1, width - 3, 0], dtype=torch.int32)
+        table = torch.randperm(5 * (width // 64 + 2)).to(torch.int32).view(5, -1)
+        table[0, 1] = -1
+        for i, (name, (predicted, margins)) in enumerate(bounds(scores, lengths, k).items()):
+            if i % 3 != number:
+                continue
+            lists = split_lists(
+                scores,
+                lengths,
+                predicted,
+                margins,
+                num_lists=(7, 23, 1)[number],
+                capacity=(300, 40, 400)[number],
+                seed=i,
+            )
+            used, kept = predicted.clone(), margins.clone()
+            with_table = table if i % 2 else None
+            dirty = dirtied(scores, lengths).cpu()
+            positions, kth, num_whole = run(library, dirty, lengths, k, used, kept, lists, with_table)
+            expected, expected_kth = topk_lists(scores, lengths, k, predicted, margins, lists, block_table=with_table)
+            assert torch.equal(positions, expected) and torch.equal(kth, expected_kth), (width, k, name)
+            assert same(used, predicted) and same(kept, margins), (width, k, name)
+            num_listed, complete = count_listed(lists, 5)
+            num_long = int((lengths > k).sum())
+            num_usable = int(((lengths > k) & complete & (num_listed >= k)).sum())
+            assert num_whole == num_long - num_usable, (width, k, name)
+            num_listed_rows += num_usable
+    assert num_listed_rows > 0 or kind in ("zeros", "equal", "all_nan", "plus_inf", "nan", "minus_inf", "wide")
+
+
+@needs_compiler
+def test_with_as_many_bins_as_on_the_gpu(tmp_path: Path) -> None:
+    """512 threads; predictions that the histogram around them resolves."""
+    library = build(tmp_path, threads=512, aligned=True, max_entries=2048)
+    scores = scores_of("normal", 2, 6000, seed=5)
+    lengths = torch.tensor([6000, 5990], dtype=torch.int32)
+    predicted, margins = bounds(scores, lengths, 300)["some more than k"]
+    lists = split_lists(scores, lengths, predicted, margins, num_lists=5, capacity=1024, seed=0)
+    positions, kth, num_whole = run(library, scores, lengths, 300, predicted.clone(), margins.clone(), lists)
+    expected, expected_kth = topk_lists(scores, lengths, 300, predicted, margins, lists)
+    assert torch.equal(positions, expected) and torch.equal(kth, expected_kth)
+    assert num_whole == 0
+
+
+def test_a_block_has_the_shared_memory_that_it_needs() -> None:
+    assert cuda_topk_lists.supports(2048, 1 << 20, MAX_TOPK)
+    assert not cuda_topk_lists.supports(1, 100, MAX_TOPK + 1) and not cuda_topk_lists.supports(2049, 100, 1)
+    assert cuda_topk_lists.shared_bytes(1 << 20, MAX_TOPK) <= 227 << 10
+    assert math.ceil(cuda_topk_lists.shared_bytes(98304, 2048) / 1024) <= 100
