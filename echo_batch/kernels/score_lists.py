@@ -22,7 +22,7 @@ MAX_TOPK = MAX_ENTRIES // 4
 """The largest k that lists are made for: the margin aims at 2 k entries, so that k to 4 k are served."""
 
 CAPACITY = 4096
-"""Entries of a list, by default. A kernel has a list for each of its blocks, which score an equal share of the batch."""
+"""Entries of a list, by default. A kernel has one for each of its blocks, which score an equal share of the batch."""
 
 
 class ScoreLists(NamedTuple):

@@ -47,7 +47,7 @@ def shuffled(lists: ScoreLists, seed: int) -> ScoreLists:
 def split_lists(
     scores: Tensor, lengths: Tensor, predicted: Tensor, margins: Tensor, *, num_lists: int, capacity: int, seed: int
 ) -> ScoreLists:
-    """Lists as a kernel makes them that gives every block an equal share of all positions: a list holds parts of rows."""
+    """Lists as of a kernel that gives each of its blocks an equal share of all positions: they hold parts of rows."""
     rows, width = scores.shape
     whole = ScoreLists(torch.zeros(1, rows * width, 2, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32))
     fill_lists(scores, lengths, predicted, margins, whole)

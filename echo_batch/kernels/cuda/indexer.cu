@@ -8,6 +8,8 @@
 //     apart, so a buffer must not go from one group to another: a group that is ahead would see the wrong round;
 //   prefetchers (PREFETCH warps): take slots that scored above the predicted k-th score from a queue in shared memory;
 //     where the slot is not resident they give it a row that was set aside, link it, and copy the row from host memory.
+// With LISTS the block also lists what scores at least predicted - margin, for the top-k (kernels/score_lists.py): one
+// list a block, filled by whichever consumer has something, so that nothing is waited for but a counter in shared memory.
 //
 // Keys lie in shared memory as in the page, 128 bytes each, unswizzled. A lane reads 8 bytes of each 32-byte segment of
 // its two keys, neighbouring keys starting at different segments, so that no two lanes of a half-warp meet in a bank;
@@ -15,7 +17,8 @@
 //
 // Compile-time: HEADS (32 or 64), STAGES, READ_ONCE (keys leave L2 first), CONSUMERS, PREFETCH (warps, 0: only scores),
 // QUEUE (slots that the queue of a prefetch warp holds in one launch), EARLY (pages before the end of the block's share
-// from which on no row is started), VECTORS (16-byte vectors of a KV row), ROWS (rows that a prefetch warp has in flight).
+// from which on no row is started), VECTORS (16-byte vectors of a KV row), ROWS (rows that a prefetch warp has in flight),
+// LISTS (0 or 1).
 
 #include "hopper.cuh"
 
@@ -46,7 +49,17 @@ struct Shared {
     u32 tail[QUEUES];
     u32 progress;  // pages that consumers have reached
     u32 done;      // consumer warps that have finished
+    u32 listed;    // entries of this block's list
+    u32 first_row, last_row;
 };
+
+// Where this block lists likely scores.
+struct List {
+    uint2* entries;  // score, row << POSITION_BITS | position
+    u32 capacity;
+    uint4* header;
+};
+constexpr u32 POSITION_BITS = 20;
 
 // Keys are read once in a step: they should not push the scores, which top-k reads next, out of L2.
 static __device__ __forceinline__ u64 key_policy() {
@@ -229,7 +242,8 @@ static __device__ __forceinline__ void load_query(u8* to, const u8* query) {
 
 static __device__ __forceinline__ void consume(Shared& shared, Share share, const u8* query, const float* all_weights,
                                                const int* lengths, u32 batch, u32 first_block, u32 end_block,
-                                               const float* predicted, float* scores, long long score_stride) {
+                                               const float* predicted, const float* margins, const List& list,
+                                               float* scores, long long score_stride) {
     const u32 lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, group = threadIdx.x >> 7;
     const u32 quarter = lane & 3, own_key = warp * 16 + (lane >> 2);
     Buffers& buffers = shared.buffers[group];
@@ -237,13 +251,20 @@ static __device__ __forceinline__ void consume(Shared& shared, Share share, cons
     const u64 descriptor = (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (address_of(shared.query[group]) >> 4);
     float weights[HEADS / 4];
     int row = -1, length = 0;
-    float threshold = 0.0f;
+    float threshold = 0.0f, bound = 0.0f;
     auto change_row = [&](int to) {
         row = to;
         group_barrier(group);  // all four warps have used the last query
         load_query(shared.query[group], query + (long long)row * QUERY_BYTES);
         length = lengths[row];
         if (PREFETCH > 0) threshold = predicted[row];
+        if (LISTS) {
+            bound = predicted[row] - margins[row];
+            if ((threadIdx.x & 127) == 0) {
+                atomicMin(&shared.first_row, (u32)row);
+                atomicMax(&shared.last_row, (u32)row);
+            }
+        }
 #pragma unroll
         for (u32 j = 0; j < HEADS / 8; ++j) {
             const float2 two =
@@ -303,6 +324,18 @@ static __device__ __forceinline__ void consume(Shared& shared, Share share, cons
             const bool inside = position < length && info.page >= 0;
             scores[row * score_stride + position] = inside ? score : __uint_as_float(0xff800000u);
         }
+        if (LISTS) {
+            const float listed = info.page >= 0 ? score : __uint_as_float(0xff800000u);
+            const bool likely = quarter < 2 && position < length && listed >= bound;
+            const u32 mask = __ballot_sync(FULL_MASK, likely);
+            if (mask != 0) {
+                u32 at = 0;
+                if (lane == 0) at = atomicAdd(&shared.listed, (u32)__popc(mask));
+                at = __shfl_sync(FULL_MASK, at, 0) + __popc(mask & ((1u << lane) - 1));
+                if (likely && at < list.capacity)
+                    list.entries[at] = make_uint2(__float_as_uint(listed), (u32)row << POSITION_BITS | (u32)position);
+            }
+        }
         if (PREFETCH > 0) {
             // Not the newest token: its row is there and may still be being written to the host.
             const bool candidate = quarter < 2 && info.page >= 0 && position < length - 1 && score > threshold;
@@ -317,9 +350,13 @@ static __device__ __forceinline__ void consume(Shared& shared, Share share, cons
         }
     }
     __syncwarp();
-    if (PREFETCH > 0 && lane == 0) {
+    if ((PREFETCH > 0 || LISTS) && lane == 0) {
         __threadfence_block();
-        atomicAdd(&shared.done, 1u);
+        const u32 before = atomicAdd(&shared.done, 1u);
+        if (LISTS && before == CONSUMER_WARPS - 1) {
+            __threadfence_block();
+            *list.header = make_uint4(look(&shared.listed), look(&shared.first_row), look(&shared.last_row), 0);
+        }
     }
 }
 
@@ -435,9 +472,9 @@ extern "C" __global__ void __launch_bounds__(32 * (CONSUMER_WARPS + CONSUMERS + 
 index_scores(const u8* __restrict__ query, const float* __restrict__ weights, const u8* __restrict__ pages,
              const int* __restrict__ block_table, long long table_stride, const int* __restrict__ lengths, u32 batch,
              u32 first_block, u32 end_block, float* __restrict__ scores, long long score_stride,
-             const float* __restrict__ predicted, const uint4* host_pool, uint4* gpu_pool, int* host_to_gpu,
-             int* gpu_to_host, int* priority, const int* rows, u32 num_rows, u32* taken, u64* totals,
-             const int* __restrict__ step) {
+             const float* __restrict__ predicted, const float* __restrict__ margins, uint2* entries, uint4* headers,
+             u32 capacity, const uint4* host_pool, uint4* gpu_pool, int* host_to_gpu, int* gpu_to_host, int* priority,
+             const int* rows, u32 num_rows, u32* taken, u64* totals, const int* __restrict__ step) {
     extern __shared__ __align__(1024) u8 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const u32 warp = __shfl_sync(FULL_MASK, threadIdx.x >> 5, 0);
@@ -452,12 +489,16 @@ index_scores(const u8* __restrict__ query, const float* __restrict__ weights, co
     if (PREFETCH > 0) {
         for (u32 i = threadIdx.x; i < QUEUES * QUEUE; i += blockDim.x) shared.queue[i / QUEUE][i % QUEUE] = -1;
         if (threadIdx.x < QUEUES) shared.tail[threadIdx.x] = 0;
-        if (threadIdx.x == 0) shared.progress = 0, shared.done = 0;
+        if (threadIdx.x == 0) shared.progress = 0;
     }
+    if ((PREFETCH > 0 || LISTS) && threadIdx.x == 0)
+        shared.done = 0, shared.listed = 0, shared.first_row = batch, shared.last_row = 0;
     const Share share = share_of_block(lengths, batch, first_block, end_block);
     __syncthreads();
     if (warp < CONSUMER_WARPS) {
-        consume(shared, share, query, weights, lengths, batch, first_block, end_block, predicted, scores, score_stride);
+        const List list = {entries + (long long)blockIdx.x * capacity, capacity, headers + blockIdx.x};
+        consume(shared, share, query, weights, lengths, batch, first_block, end_block, predicted, margins, list, scores,
+                score_stride);
     } else if (warp < CONSUMER_WARPS + CONSUMERS) {
         const u32 group = warp - CONSUMER_WARPS;
         produce(shared.buffers[group], group, share, pages, block_table, table_stride, lengths, batch, first_block,

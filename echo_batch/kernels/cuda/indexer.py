@@ -1,7 +1,7 @@
 """Indexer scores of a decode step by one kernel for Hopper that can prefetch KV rows meanwhile (method: indexer.cu).
 
 Contracts: reference.indexer.index_scores_paged and reference.prefetch.index_scores_prefetch. Scores have the same bits
-with and without prefetch.
+with and without prefetch, and with and without lists of the likely ones (kernels/score_lists.py).
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from echo_batch.kernels.contracts import GroupMaps
 from echo_batch.kernels.cuda.runtime import INT64, POINTER, UINT32, Argument, launch, load_kernel
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.prefetch_state import PrefetchState
+from echo_batch.kernels.score_lists import MAX_ROWS, POSITION_BITS, ScoreLists, make_score_lists
 
 _KEY_BYTES = 128
 
@@ -62,15 +63,26 @@ def index_scores_paged(
     out: Tensor | None = None,
     first_block: int = 0,
     end_block: int | None = None,
+    predicted: Tensor | None = None,
+    margins: Tensor | None = None,
+    lists: ScoreLists | None = None,
     instance: Instance = SCORES_ONLY,
 ) -> Tensor:
     """As reference.indexer.index_scores_paged for what it `supports`, but blocks past seq_lens are left undefined.
 
     With `out` (fp32 [B, max_blocks * 64]) scores are written there; blocks [first_block, end_block) of each row only.
+    `lists` (of `make_lists`, with predicted and margins) are written as by reference.topk_lists.fill_lists.
     """
     scores = _scores(query, block_table) if out is None else out
-    _launch(query, weights, pages, block_table, seq_lens, fmt, scores, first_block, end_block, instance, None)
+    assert lists is None or (first_block == 0 and end_block is None), "lists of whole rows"
+    bounds = (predicted, margins, lists)
+    _launch(query, weights, pages, block_table, seq_lens, fmt, scores, first_block, end_block, instance, bounds, None)
     return scores
+
+
+def make_lists(device: torch.device) -> ScoreLists:
+    """Lists for the kernel on `device`: one for each of its blocks."""
+    return make_score_lists(_num_blocks(device), device)
 
 
 def index_scores_prefetch(
@@ -87,11 +99,13 @@ def index_scores_prefetch(
     step: Tensor,
     host_rows: Tensor,
     gpu_rows: Tensor,
+    margins: Tensor | None = None,
+    lists: ScoreLists | None = None,
     instance: Instance = WITH_PREFETCH,
 ) -> Tensor:
     """As reference.prefetch.index_scores_prefetch, in one launch; scores as `index_scores_paged` here.
 
-    host_rows: pinned. Rows of up to 1,280 bytes, a multiple of 16 (fp8 and bf16).
+    lists: of `make_lists`. host_rows: pinned. Rows of up to 1,280 bytes, a multiple of 16 (fp8 and bf16).
     """
     scores = _scores(query, block_table)
     assert predicted.dtype == torch.float32 and predicted.is_contiguous() and step.dtype == torch.int32
@@ -101,7 +115,6 @@ def index_scores_prefetch(
     row_bytes = gpu_rows.shape[1]
     assert host_rows.shape[1] == row_bytes <= 1280, (host_rows.shape, gpu_rows.shape)
     arguments: tuple[tuple[Argument, type], ...] = (
-        (predicted, POINTER),
         (host_rows, POINTER),
         (gpu_rows, POINTER),
         (maps.host_to_gpu, POINTER),
@@ -124,6 +137,7 @@ def index_scores_prefetch(
         0,
         None,
         instance,
+        (predicted, margins, lists),
         (row_bytes // 16, arguments),
     )
     return scores
@@ -132,11 +146,15 @@ def index_scores_prefetch(
 _NO_PREFETCH: tuple[int, tuple[tuple[Argument, type], ...]] = (
     1,
     (
-        *(((None, POINTER),) * 7),
+        *(((None, POINTER),) * 6),
         (0, UINT32),
         *(((None, POINTER),) * 3),
     ),
 )
+
+
+def _num_blocks(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _scores(query: Tensor, block_table: Tensor) -> Tensor:
@@ -154,6 +172,7 @@ def _launch(
     first_block: int,
     end_block: int | None,
     instance: Instance,
+    bounds: tuple[Tensor | None, Tensor | None, ScoreLists | None],
     prefetch: tuple[int, tuple[tuple[Argument, type], ...]] | None,
 ) -> None:
     num_rows, num_heads, _ = query.shape
@@ -168,6 +187,15 @@ def _launch(
         return
     vectors, arguments = prefetch or _NO_PREFETCH
     device = query.device
+    predicted, margins, lists = bounds
+    entries = headers = None
+    if lists is not None:
+        entries, headers = lists
+        assert predicted is not None and margins is not None, "lists need bounds"
+        for bound in (predicted, margins):
+            assert bound.is_contiguous() and bound.dtype == torch.float32 and bound.shape == (num_rows,), bound.shape
+        assert entries.is_contiguous() and headers.is_contiguous() and entries.shape[0] == _num_blocks(device)
+        assert num_rows <= MAX_ROWS and scores.shape[1] <= 1 << POSITION_BITS, scores.shape
     kernel = load_kernel(
         "indexer.cu",
         "index_scores",
@@ -181,13 +209,14 @@ def _launch(
             ("EARLY", instance.early),
             ("VECTORS", vectors),
             ("ROWS", max(1, instance.rows)),
+            ("LISTS", int(lists is not None)),
         ),
         instance.shared_bytes(num_heads),
         device.index,
     )
     launch(
         kernel,
-        (torch.cuda.get_device_properties(device).multi_processor_count, 1, 1),
+        (_num_blocks(device), 1, 1),
         32 * (5 * instance.consumers + (instance.prefetch_warps if prefetch else 0)),
         (
             (query, POINTER),
@@ -201,6 +230,11 @@ def _launch(
             (max_blocks if end_block is None else min(end_block, max_blocks), UINT32),
             (scores, POINTER),
             (scores.stride(0), INT64),
+            (predicted, POINTER),
+            (margins, POINTER),
+            (entries, POINTER),
+            (headers, POINTER),
+            (0 if entries is None else entries.shape[1], UINT32),
             *arguments,
         ),
     )

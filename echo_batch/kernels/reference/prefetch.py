@@ -20,6 +20,8 @@ from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.prefetch_state import CANDIDATES, DROPPED, PREFETCHED, PrefetchState
 from echo_batch.kernels.reference import indexer
 from echo_batch.kernels.reference.cache_ops import copy_rows
+from echo_batch.kernels.reference.topk_lists import fill_lists
+from echo_batch.kernels.score_lists import ScoreLists
 
 
 def set_aside(maps: GroupMaps, state: PrefetchState, step: Tensor, skip: int) -> None:
@@ -106,11 +108,17 @@ def index_scores_prefetch(
     step: Tensor,
     host_rows: Tensor,
     gpu_rows: Tensor,
+    margins: Tensor | None = None,
+    lists: ScoreLists | None = None,
 ) -> Tensor:
     """`indexer.index_scores_paged` and `prefetch_rows` at once; returns the scores, the same bits as without prefetch.
 
+    With `lists`, and `margins` fp32 [B], it also lists the scores that the top-k will probably need (`fill_lists`).
     Done when it returns (on a GPU: when its kernels have run), so that `resolve` can follow.
     """
     scores = indexer.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
+    if lists is not None:
+        assert margins is not None
+        fill_lists(scores, seq_lens, predicted, margins, lists)
     prefetch_rows(maps, state, scores, block_table, seq_lens, predicted, step, host_rows, gpu_rows)
     return scores

@@ -54,7 +54,7 @@ def topk_lists(
     `lists` were made from the same scores, lengths, `predicted` and `margins` (`fill_lists`); k up to MAX_TOPK. Fast
     versions select from them where a row's lists are complete and hold k of its scores, else from the scores.
 
-    margins fp32 [B] are updated in place, so that the next lists hold about 2 k scores of each row: see `update_margins`.
+    margins fp32 [B] are updated in place, so that the next lists hold about 2 k scores of a row: see `update_margins`.
     """
     assert 0 < k <= MAX_TOPK, k
     before = predicted.clone()
@@ -95,8 +95,8 @@ def update_margins(
 
     Unknown ones become a sixteenth of the distance from the k-th score to the largest, unless the row was selected from
     its lists (or that is not finite). The others move with the entries that the prediction and they have given: halved
-    where the lists were not complete, doubled below k, up by a quarter below 1.5 k and down by an eighth above 3 k; not where
-    the prediction was not finite. `predicted`: before its update.
+    where the lists were not complete, doubled below k, up by a quarter below 1.5 k and down by an eighth above 3 k; not
+    where the prediction was not finite. `predicted`: before its update.
     """
     for row in ((lengths > k) & kth.isfinite()).nonzero()[:, 0].tolist():
         count, margin = int(num_listed[row]), margins[row]

@@ -17,6 +17,7 @@ from echo_batch.kernels import prefetch_state
 from echo_batch.kernels.contracts import GroupMaps
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.prefetch_state import PrefetchState
+from echo_batch.kernels.score_lists import ScoreLists
 from echo_batch.kernels.triton.indexer import index_scores_paged
 from echo_batch.kernels.triton.row_copy import load_row, row_words, store_row
 
@@ -254,9 +255,15 @@ def index_scores_prefetch(
     step: Tensor,
     host_rows: Tensor,
     gpu_rows: Tensor,
+    margins: Tensor | None = None,
+    lists: ScoreLists | None = None,
     score: Callable[..., Tensor] = index_scores_paged,
 ) -> Tensor:
-    """See the reference: the portable version, one launch after the other; scores by `score`."""
+    """See the reference: the portable version, one launch after the other; scores by `score`.
+
+    It has no use for lists: those of its own would cost a launch that reads all scores, as the top-k does.
+    """
+    assert lists is None and margins is None, "lists are for kernels that fill them while they score"
     scores = score(query, weights, pages, block_table, seq_lens, fmt)
     prefetch_rows(maps, state, scores, block_table, seq_lens, predicted, step, host_rows, gpu_rows)
     return scores

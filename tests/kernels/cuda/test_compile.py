@@ -52,8 +52,9 @@ def test_sampling(aligned: int, tmp_path: Path) -> None:
 
 
 @nvcc
+@pytest.mark.parametrize("lists", [0, 1])
 @pytest.mark.parametrize(("heads", "vectors", "with_prefetch"), [(64, 41, True), (64, 1, False), (32, 80, True)])
-def test_indexer(heads: int, vectors: int, with_prefetch: bool, tmp_path: Path) -> None:
+def test_indexer(heads: int, vectors: int, with_prefetch: bool, lists: int, tmp_path: Path) -> None:
     instance = WITH_PREFETCH if with_prefetch else SCORES_ONLY
     defines = dict(
         HEADS=heads,
@@ -65,5 +66,14 @@ def test_indexer(heads: int, vectors: int, with_prefetch: bool, tmp_path: Path) 
         EARLY=instance.early,
         VECTORS=vectors,
         ROWS=max(1, instance.rows),
+        LISTS=lists,
     )
-    assert "registers" in compile_source("indexer.cu", defines, tmp_path / "indexer.cubin")
+    assert " 0 bytes spill stores" in compile_source("indexer.cu", defines, tmp_path / "indexer.cubin")
+
+
+@nvcc
+@pytest.mark.parametrize("mark", [0, 1])
+@pytest.mark.parametrize("threads", [512, 1024])
+def test_topk_lists(threads: int, mark: int, tmp_path: Path) -> None:
+    defines = dict(THREADS=threads, MAX_ENTRIES=8192, MAX_LISTS=160, ALIGNED=1, MARK=mark, MAX_DELAY=0)
+    assert " 0 bytes spill stores" in compile_source("topk_lists.cu", defines, tmp_path / "topk_lists.cubin")
