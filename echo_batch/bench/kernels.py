@@ -22,6 +22,7 @@ from echo_batch.kernels.cuda import topk as cuda_topk
 from echo_batch.kernels.cuda import topk_rows as cuda_topk_rows
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 from echo_batch.kernels.gpu_ops import GpuLibraries, find_libraries
+from echo_batch.kernels.parts import ExpertParts
 from echo_batch.kernels.reference import sampling as reference_sampling
 from echo_batch.kernels.reference.sampling import SamplingTensors
 from echo_batch.kernels.triton import (
@@ -32,6 +33,7 @@ from echo_batch.kernels.triton import (
     moe,
     moe_layout,
     norm_rope,
+    parts,
     quant,
     queries,
     sampling,
@@ -269,8 +271,8 @@ def moe_cases(libraries: GpuLibraries) -> Iterator[Case]:
         place = [partial(moe_layout.expert_rows, experts, num_experts, rows_per_expert=128)]
         yield "expert rows", case, "triton", place, 0.0, 0.0
         partials = torch.randn(tokens * 8, HIDDEN, device="cuda", dtype=BF16)
-        order = torch.arange(tokens * 8, dtype=torch.int32, device="cuda")
-        combine = [partial(moe.combine, partials, order, weights)]
+        order = torch.arange(tokens * 8, dtype=torch.int32, device="cuda").view(tokens, 8)
+        combine = [partial(parts.add_parts, ExpertParts(partials, order, weights, None, BF16))]
         yield "combine", case, "triton", combine, 0.0, 0.0
 
 
@@ -287,7 +289,7 @@ def small_cases(libraries: GpuLibraries) -> Iterator[Case]:
         heads = torch.randn(tokens, 128, 192, device="cuda", dtype=BF16)
         key_up = torch.randn(128, 128, 512, device="cuda", dtype=BF16)
         projected = torch.randn(tokens, 32768, device="cuda", dtype=BF16)
-        parts = torch.randn(28, tokens, 64, device="cuda")
+        head_logits = torch.randn(28, tokens, 64, device="cuda")
         latent = torch.randn(tokens, 128, 512, device="cuda", dtype=BF16)
         gate_up = torch.randn(tokens, 2 * 18432, device="cuda", dtype=BF16)
         value = torch.randn(tokens, 16384, device="cuda", dtype=BF16)
@@ -321,7 +323,7 @@ def small_cases(libraries: GpuLibraries) -> Iterator[Case]:
                 key_up,
                 cos,
                 sin,
-                parts,
+                head_logits,
                 num_index_heads=64,
                 interleaved=True,
                 index_interleaved=False,

@@ -14,6 +14,7 @@ from echo_batch.engine.batch import BatchState
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.parts import slice_rows
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.dsa import Angles, Projected
 from echo_batch.models.layers import MoeWeights
@@ -192,7 +193,8 @@ class WorkloadModel(Model):
         if valid is not None and self._place == 0:  # the same in all layers of a step
             self._valid = F.pad(valid, (0, everyone.values.shape[0] - rows), value=True)
         mask = None if valid is None else self._valid
-        return Stream(hidden, moe(self.ops, self.config, weights, everyone, mask, num_shared=rows)[:rows])
+        out = moe(self.ops, self.config, weights, everyone, mask, num_shared=rows)
+        return Stream(hidden, slice_rows(out, 0, rows))
 
 
 def _first_rows(x: Activation, num_rows: int) -> Activation:

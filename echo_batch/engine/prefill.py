@@ -126,7 +126,7 @@ class _Group:
         places = zip(prompts, self._selector.places, strict=True)
         self._slots = torch.cat([place.slots[p.num_cached :] for p, place in places])
         tokens = to_device([t for p in prompts for t in p.token_ids[p.num_cached :]], torch.int64, device)
-        self._hidden = model.embed(tokens).sum()
+        self._hidden = model.sum(model.embed(tokens))
         self._angles = model.angles(self._selector.positions)
         self._wide_format: RowFormat = ops.prefill_row_format(cache.spec.row_format)
         self.copies = HostCopies(cache, device)
@@ -163,7 +163,7 @@ class _Group:
         selections: list[Tensor] = []
         for number, layer in enumerate(layers):
             delta = self._attend(buffers, number, layer, chunk, selections, recall)
-            self._model.ffn(layer, Stream(hidden, delta), None).sum_into(hidden)
+            self._model.sum(self._model.ffn(layer, Stream(hidden, delta), None), out=hidden)
 
     def close_layers(self, group: int, buffers: _Buffers) -> None:
         """Write the finished rows and keys to the cache and warm the GPU pool."""
@@ -211,7 +211,7 @@ class _Group:
             delta = self._model.attention_output(layer, stream, latent).delta
             del latent
             assert delta is not None
-            parts.append(delta)
+            parts.append(self._ops.add_parts(delta))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _put(self, buffers: _Buffers, number: int, rows: slice, values: Tensor) -> None:

@@ -14,6 +14,7 @@ from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.libs.deep_gemm import DeepGemm, load_deep_gemm
 from echo_batch.kernels.libs.flash_mla import FlashMla, load_flash_mla
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.parts import Parts, Result
 from echo_batch.kernels.reference import sampling as reference_sampling
 from echo_batch.kernels.reference.sampling import SamplingTensors
 from echo_batch.kernels.triton import (
@@ -23,6 +24,7 @@ from echo_batch.kernels.triton import (
     linear,
     moe,
     norm_rope,
+    parts,
     queries,
     rows,
     sampling,
@@ -61,8 +63,10 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
     return dataclasses.replace(
         reference,
         linear=found.linear,
+        linear_parts=found.linear_parts,
         linear_fp32=linear.linear_fp32,
         linear_fp32_parts=linear.linear_fp32_parts,
+        add_parts=parts.add_parts,
         norm_activation=norm_rope.norm_activation,
         rope_angles=norm_rope.rope_angles,
         latent_inputs=fused.latent_inputs,
@@ -99,6 +103,9 @@ class _Dispatch:
     libraries: GpuLibraries
 
     def linear(self, x: Activation, weight: Weight) -> Tensor:
+        return parts.add_parts(self.linear_parts(x, weight))
+
+    def linear_parts(self, x: Activation, weight: Weight) -> Tensor | Parts:
         library = self.libraries.deep_gemm
         if (
             library is not None
@@ -107,7 +114,7 @@ class _Dispatch:
             and not linear.suits_few_rows(x.values.shape[0], *weight.shape)
         ):
             return library.linear(x, weight)
-        return linear.linear(x, weight)
+        return linear.linear_parts(x, weight)
 
     def routed_experts(
         self,
@@ -119,7 +126,7 @@ class _Dispatch:
         *,
         addend: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
+    ) -> Result:
         library = self.libraries.deep_gemm
         if (
             library is not None

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.parts import Parts, Result
 from echo_batch.kernels.reference import (
     attention,
     fused,
     indexer,
     linear,
     moe,
+    parts,
     rope,
     rows,
     sampling,
@@ -50,7 +52,7 @@ class NormActivationOp(Protocol):
     def __call__(
         self,
         hidden: Tensor,
-        delta: Tensor | None,
+        delta: Result | None,
         weight: Tensor,
         eps: float,
         ue8m0: bool | None,
@@ -63,7 +65,7 @@ class LatentInputsOp(Protocol):
 
     def __call__(
         self,
-        a: Tensor,
+        a: Tensor | Parts,
         cos: Tensor,
         sin: Tensor,
         q_weight: Tensor,
@@ -182,7 +184,7 @@ class RoutedExpertsOp(Protocol):
         *,
         addend: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> Tensor: ...
+    ) -> Result: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +193,10 @@ class Ops:
 
     linear: Callable[[Activation, Weight], Tensor]
     linear_fp32: Callable[[Tensor, Tensor], Tensor]
+    linear_parts: Callable[[Activation, Weight], Tensor | Parts]
     linear_fp32_parts: Callable[[Tensor, Tensor], Tensor]
     norm_activation: NormActivationOp
+    add_parts: Callable[[Result], Tensor]
     rope_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     latent_inputs: LatentInputsOp
     attention_queries: AttentionQueriesOp
@@ -226,8 +230,10 @@ def reference_ops() -> Ops:
     return Ops(
         linear=linear.linear,
         linear_fp32=linear.linear_fp32,
+        linear_parts=linear.linear_parts,
         linear_fp32_parts=linear.linear_fp32_parts,
         norm_activation=fused.norm_activation,
+        add_parts=parts.add_parts,
         rope_angles=rope.rope_angles,
         latent_inputs=fused.latent_inputs,
         attention_queries=fused.attention_queries,

@@ -10,6 +10,7 @@ from torch import Tensor
 from echo_batch.kernels.activation import Activation, quantization_for
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.parts import Result
 from echo_batch.kernels.reference.fused import LatentInputs
 from echo_batch.kernels.weights import Weight, rows_of
 from echo_batch.models.config import ModelConfig
@@ -63,7 +64,7 @@ def project(
     """normed [T, D] (after input_layernorm) -> Projected."""
     indexer = weights.indexer
     latents = ops.latent_inputs(
-        ops.linear(normed, weights.fused_a),
+        ops.linear_parts(normed, weights.fused_a),
         angles.cos,
         angles.sin,
         weights.q_a_norm,
@@ -159,6 +160,6 @@ def _queries(
     )
 
 
-def attention_output(ops: Ops, weights: AttentionWeights, latent: Tensor) -> Tensor:
-    """Attended latent [T, H, 512] -> per-head values -> output projection [T, D]."""
-    return ops.linear(ops.head_values(latent, weights.value_up, quantization_for(weights.o)), weights.o)
+def attention_output(ops: Ops, weights: AttentionWeights, latent: Tensor) -> Result:
+    """Attended latent [T, H, 512] -> per-head values -> output projection [T, D], added up or not."""
+    return ops.linear_parts(ops.head_values(latent, weights.value_up, quantization_for(weights.o)), weights.o)

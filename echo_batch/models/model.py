@@ -12,6 +12,7 @@ from torch import Tensor
 from echo_batch.kernels.activation import Activation, quantization_for
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.parts import Result, slice_rows
 from echo_batch.kernels.weights import Weight
 from echo_batch.models import dsa
 from echo_batch.models.config import ModelConfig
@@ -26,19 +27,8 @@ class Stream(NamedTuple):
 
     hidden: Tensor
     """[T, D] in the compute dtype"""
-    delta: Tensor | None
-    """[T, D] in the compute dtype, or None: nothing to add"""
-
-    def sum(self) -> Tensor:
-        """The residual [T, D]: added in fp32, rounded to the compute dtype."""
-        return self.hidden if self.delta is None else torch.add(self.hidden, self.delta)
-
-    def sum_into(self, out: Tensor) -> None:
-        """`sum` into `out` [T, D], which may be what `hidden` was made of."""
-        if self.delta is None:
-            out.copy_(self.hidden)
-        else:
-            torch.add(self.hidden, self.delta, out=out)
+    delta: Result | None
+    """[T, D] in the compute dtype, perhaps in parts that the norm adds up; or None: nothing to add"""
 
 
 class Model:
@@ -101,7 +91,7 @@ class Model:
 
     def attention_output(self, layer: int, stream: Stream, latent: Tensor) -> Stream:
         """Attended latent [T, H, 512] of one layer, through its output projection, onto the stream."""
-        return Stream(stream.sum(), dsa.attention_output(self.ops, self.weights.layers[layer].attention, latent))
+        return Stream(self.sum(stream), dsa.attention_output(self.ops, self.weights.layers[layer].attention, latent))
 
     def ffn(self, layer: int, stream: Stream, valid: Tensor | None = None) -> Stream:
         """Norm and MLP or experts of one layer. Tokens with valid [T] False reach no routed expert."""
@@ -128,12 +118,18 @@ class Model:
     @staticmethod
     def slice_stream(stream: Stream, start: int, end: int) -> Stream:
         """Tokens start..end of a stream (views)."""
-        delta = None if stream.delta is None else stream.delta[start:end]
+        delta = None if stream.delta is None else slice_rows(stream.delta, start, end)
+    def sum(self, stream: Stream, out: Tensor | None = None) -> Tensor:
+        """The residual [T, D]: added in fp32, rounded to the compute dtype. `out` (which may be what `hidden` was made
+        of) receives it."""
+        if stream.delta is not None:
+            return torch.add(stream.hidden, self.ops.add_parts(stream.delta), out=out)
+        return stream.hidden if out is None else out.copy_(stream.hidden)
+
         return Stream(stream.hidden[start:end], delta)
 
-    @staticmethod
-    def concat_streams(streams: list[Stream]) -> Stream:
+    def concat_streams(self, streams: list[Stream]) -> Stream:
         """Streams at the same place of the same layer, one after another."""
-        deltas = [stream.delta for stream in streams if stream.delta is not None]
+        deltas = [self.ops.add_parts(stream.delta) for stream in streams if stream.delta is not None]
         assert len(deltas) in (0, len(streams))
         return Stream(torch.cat([stream.hidden for stream in streams]), torch.cat(deltas) if deltas else None)

@@ -5,15 +5,18 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation, quantization_for
 from echo_batch.kernels.ops import Ops
+from echo_batch.kernels.parts import Result
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.layers import MlpWeights, MoeWeights
 
 
-def mlp(ops: Ops, weights: MlpWeights, x: Activation) -> Tensor:
-    """down(silu(gate x) * up x): [T, D] -> [T, D]."""
-    return ops.linear(
-        ops.swiglu_activation(ops.linear(x, weights.gate_up), quantization_for(weights.down)), weights.down
-    )
+def mlp(ops: Ops, weights: MlpWeights, x: Activation) -> Result:
+    """down(silu(gate x) * up x): [T, D] -> [T, D], added up or not."""
+    return ops.linear_parts(_gated(ops, weights, x), weights.down)
+
+
+def _gated(ops: Ops, weights: MlpWeights, x: Activation) -> Activation:
+    return ops.swiglu_activation(ops.linear(x, weights.gate_up), quantization_for(weights.down))
 
 
 def moe(
@@ -24,11 +27,11 @@ def moe(
     valid: Tensor | None,
     *,
     num_shared: int | None = None,
-) -> Tensor:
+) -> Result:
     """Routed experts of all tokens, shared experts of the first `num_shared` (None: all): x [T, D] -> [T, D].
 
     Tokens with valid bool [T] False (padding) reach no expert; choices that fall on other workers' experts add nothing
-    here. Sums in fp32, rounded once.
+    here. Sums in fp32, rounded once, by whoever reads the result if the op leaves that to him.
     """
     num_shared = x.values.shape[0] if num_shared is None else num_shared
     stacked = weights.shared is None
@@ -47,7 +50,8 @@ def moe(
     shared = None
     if weights.shared is not None:
         own = Activation(*(None if part is None else part[:num_shared] for part in x))  # type: ignore[arg-type]
-        shared = F.pad(mlp(ops, weights.shared, own), (0, 0, 0, x.values.shape[0] - num_shared))
+        shared = ops.linear(_gated(ops, weights.shared, own), weights.shared.down)
+        shared = F.pad(shared, (0, 0, 0, x.values.shape[0] - num_shared))
     return ops.routed_experts(
         x,
         experts,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
-from echo_batch.kernels.triton.moe import combine
+from echo_batch.kernels.parts import ExpertParts, Result
 from echo_batch.kernels.triton.moe_layout import dispatch, expert_rows, swiglu_quantize_rows
 from echo_batch.kernels.triton.quant import quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
@@ -131,8 +131,8 @@ class DeepGemm:
         *,
         addend: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """As reference.moe.routed_experts for weights that it `supports`."""
+    ) -> Result:
+        """As reference.moe.routed_experts for weights that it `supports`; not added up."""
         num_tokens, width = x.values.shape
         device = x.values.device
         if num_tokens == 0:
@@ -151,7 +151,8 @@ class DeepGemm:
         del hidden  # with many tokens the two largest tensors should not be there at once
         partials = torch.empty(rows.num_rows, width, dtype=x.values.dtype, device=device)
         self._grouped(values, scale, down, partials, rows.experts_of_rows, per_expert, expected)
-        return combine(partials, rows.row_of_pair, weights.contiguous(), addend=addend, dtype=dtype)
+        addend = None if addend is None else addend.contiguous()
+        return ExpertParts(partials, rows.row_of_pair.view_as(experts), weights.contiguous(), addend, dtype)
 
     def _grouped(
         self,

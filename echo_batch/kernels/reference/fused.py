@@ -10,9 +10,10 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.parts import Parts, Result
 from echo_batch.kernels.reference.hadamard import hadamard, hadamard_matrix
-from echo_batch.kernels.reference.linear import sum_parts
 from echo_batch.kernels.reference.norm import add_rms_norm, layer_norm, rms_norm
+from echo_batch.kernels.reference.parts import add_parts, sum_parts
 from echo_batch.kernels.reference.quant import quantize_groups
 from echo_batch.kernels.reference.rope import apply_rope
 from echo_batch.kernels.reference.rows import pack_index_keys, pack_kv_rows, quantize_index_query
@@ -31,7 +32,7 @@ class LatentInputs(NamedTuple):
 
 def norm_activation(
     hidden: Tensor,
-    delta: Tensor | None,
+    delta: Result | None,
     weight: Tensor,
     eps: float,
     ue8m0: bool | None,
@@ -41,7 +42,7 @@ def norm_activation(
 
     `out`: where the norm is to be written, such as the first rows of a batch that others fill too.
     """
-    total, normed = add_rms_norm(hidden, delta, weight, eps)
+    total, normed = add_rms_norm(hidden, None if delta is None else add_parts(delta), weight, eps)
     activation = _activation(normed, ue8m0)
     if out is None:
         return total, activation
@@ -52,7 +53,7 @@ def norm_activation(
 
 
 def latent_inputs(
-    a: Tensor,
+    a: Tensor | Parts,
     cos: Tensor,
     sin: Tensor,
     q_weight: Tensor,
@@ -77,7 +78,7 @@ def latent_inputs(
     has_indexer = key_weight is not None
     index_dim = index_format.head_dim if has_indexer else 0
     widths = (q_weight.shape[0], index_dim, row_format.latent_dim, row_format.rope_dim)
-    q_a, index_k, kv_a, k_rope = a.split(widths, dim=-1)
+    q_a, index_k, kv_a, k_rope = add_parts(a).split(widths, dim=-1)
     query = rms_norm(q_a, q_weight, eps)
     latent = rms_norm(kv_a, kv_weight, eps)
     kv_row = pack_kv_rows(latent, apply_rope(k_rope, cos, sin, interleaved), row_format)

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
+from echo_batch.kernels.parts import Parts
 from echo_batch.kernels.reference.quant import dequantize_groups, quantize_groups
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight, dequantize
 
@@ -24,6 +25,11 @@ def linear(x: Activation, weight: Weight) -> Tensor:
     return F.linear(rounded, dequantize(weight, rounded.dtype)).to(x.values.dtype)
 
 
+def linear_parts(x: Activation, weight: Weight) -> Tensor | Parts:
+    """`linear` whose reader adds up parts of it, if the inner dimension is cut over programs: a launch less."""
+    return linear(x, weight)
+
+
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, in] (fp32 or bf16), weight [out, in] (fp32 or bf16) -> fp32 [T, out], exact products summed in fp32.
 
@@ -39,13 +45,3 @@ def linear_fp32_parts(x: Tensor, weight: Tensor) -> Tensor:
     adds the parts is saved.
     """
     return linear_fp32(x, weight).unsqueeze(0)
-
-
-def sum_parts(parts: Tensor) -> Tensor:
-    """Parts fp32 [S, T, out], or their sum [T, out] -> the sum, in order."""
-    if parts.dim() == 2:
-        return parts
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

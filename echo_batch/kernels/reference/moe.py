@@ -5,7 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation, quantization_for
-from echo_batch.kernels.reference.linear import linear, sum_parts
+from echo_batch.kernels.parts import Result
+from echo_batch.kernels.reference.linear import linear
+from echo_batch.kernels.reference.parts import sum_parts
 from echo_batch.kernels.reference.quant import quantize_groups
 from echo_batch.kernels.weights import Weight, expert_of
 
@@ -84,8 +86,8 @@ def routed_experts(
     *,
     addend: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Weighted sum of each token's experts.
+) -> Result:
+    """Weighted sum of each token's experts, added up or not.
 
     x [T, D], experts int32 [T, k] (-1 = none), weights fp32 [T, k], gate_up [E, 2I, D], down [E, D, I] -> [T, D],
     summed in fp32 and rounded to `dtype` at the end. `addend` [T, D] (another output of the layer) is added last.

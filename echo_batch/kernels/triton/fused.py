@@ -11,8 +11,10 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.parts import Parts
 from echo_batch.kernels.reference.fused import LatentInputs
 from echo_batch.kernels.triton.norm_rope import hadamard_dot, rotate
+from echo_batch.kernels.triton.parts import load_sum
 from echo_batch.kernels.triton.quant import dot_type, empty_scales, group_scale, quantize_last, to_fp8
 from echo_batch.kernels.triton.rows import store_kv_row
 from echo_batch.kernels.weights import QUANT_BLOCK
@@ -33,8 +35,15 @@ def rotate_first(x, cos, sin, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, ROP
 
 
 @triton.jit
+def _load_rounded(ptrs, part_stride, mask, dtype: tl.constexpr, NUM_PARTS: tl.constexpr):
+    """Values of the projection in fp32, added up from its parts and rounded to dtype."""
+    return load_sum(ptrs, part_stride, mask, NUM_PARTS).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _query_part(
     x_ptr,
+    part_stride,
     weight_ptr,
     normed_ptr,
     values_ptr,
@@ -42,6 +51,7 @@ def _query_part(
     scale_group_stride,
     width,
     eps,
+    NUM_PARTS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     UE8M0: tl.constexpr,
     WIDTH_P2: tl.constexpr,
@@ -50,9 +60,10 @@ def _query_part(
     """Norm and quantization of one token's query rank."""
     column = tl.arange(0, WIDTH_P2)
     inside = column < width
-    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
+    x = _load_rounded(x_ptr + column, part_stride, inside, dtype, NUM_PARTS)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    normed = _rms(x, weight, width.to(tl.float32), eps).to(normed_ptr.dtype.element_ty)
+    normed = _rms(x, weight, width.to(tl.float32), eps).to(dtype)
     tl.store(normed_ptr + column, normed, mask=inside)
     if QUANTIZE:
         grouped = tl.reshape(normed.to(tl.float32), (WIDTH_P2 // GROUP, GROUP))
@@ -66,24 +77,27 @@ def _query_part(
 @triton.jit
 def _kv_part(
     x_ptr,
+    part_stride,
     weight_ptr,
     cos_ptr,
     sin_ptr,
     row_ptr,
     eps,
+    dtype: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
 ):
     """Norm of the latent, rotation of the rope part, packing of one token's KV row."""
-    dtype = x_ptr.dtype.element_ty
     column = tl.arange(0, LATENT)
     half = tl.arange(0, ROPE // 2)
-    x = tl.load(x_ptr + column).to(tl.float32)
+    x = _load_rounded(x_ptr + column, part_stride, column < LATENT, dtype, NUM_PARTS)
     weight = tl.load(weight_ptr + column).to(tl.float32)
     latent = _rms(x, weight, tl.full((), LATENT, tl.float32), eps).to(dtype).to(tl.float32)
-    rope = tl.load(x_ptr + LATENT + tl.arange(0, ROPE)).to(tl.float32)
+    lane = tl.arange(0, ROPE)
+    rope = _load_rounded(x_ptr + LATENT + lane, part_stride, lane < ROPE, dtype, NUM_PARTS)
     cos, sin = tl.load(cos_ptr + half)[None, :], tl.load(sin_ptr + half)[None, :]
     rope = rotate(tl.reshape(rope, (1, ROPE)), cos, sin, INTERLEAVED, 1, ROPE // 2)
     rope = tl.reshape(rope, (ROPE,)).to(dtype).to(tl.float32)
@@ -93,6 +107,7 @@ def _kv_part(
 @triton.jit
 def _key_part(
     x_ptr,
+    part_stride,
     weight_ptr,
     bias_ptr,
     cos_ptr,
@@ -100,6 +115,8 @@ def _key_part(
     row_ptr,
     eps,
     hadamard_factor,
+    dtype: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROPE: tl.constexpr,
@@ -107,10 +124,9 @@ def _key_part(
     COMPUTE: tl.constexpr,
 ):
     """LayerNorm, rotation, Hadamard (fp8 only) and packing of one token's index key."""
-    dtype = x_ptr.dtype.element_ty
     column = tl.arange(0, DIM)
     half = tl.arange(0, ROPE // 2)
-    x = tl.load(x_ptr + column).to(tl.float32)
+    x = _load_rounded(x_ptr + column, part_stride, column < DIM, dtype, NUM_PARTS)
     count = tl.full((), DIM, tl.float32)
     centered = x - tl.math.div_rn(tl.sum(x, 0), count)
     variance = tl.math.div_rn(tl.sum(centered * centered, 0), count)
@@ -147,6 +163,7 @@ def _latent_kernel(
     kv_row_ptr,
     key_row_ptr,
     a_stride,
+    part_stride,
     scale_row_stride,
     scale_group_stride,
     q_rank,
@@ -156,6 +173,7 @@ def _latent_kernel(
     eps,
     key_eps,
     hadamard_factor,
+    NUM_PARTS: tl.constexpr,
     HAS_INDEXER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
@@ -172,6 +190,7 @@ def _latent_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    dtype: tl.constexpr = q_normed_ptr.dtype.element_ty
     a_ptr += token * a_stride
     cos_ptr += token * (ROPE // 2)
     sin_ptr += token * (ROPE // 2)
@@ -181,6 +200,7 @@ def _latent_kernel(
         q_scale_ptr += token * scale_row_stride
         _query_part(
             a_ptr,
+            part_stride,
             q_weight_ptr,
             q_normed_ptr,
             q_values_ptr,
@@ -188,6 +208,7 @@ def _latent_kernel(
             scale_group_stride,
             q_rank,
             eps,
+            NUM_PARTS,
             QUANTIZE,
             UE8M0,
             Q_P2,
@@ -196,11 +217,26 @@ def _latent_kernel(
     elif part == 1:
         kv_ptr = a_ptr + q_rank + index_dim
         kv_row_ptr += token * kv_row_bytes
-        _kv_part(kv_ptr, kv_weight_ptr, cos_ptr, sin_ptr, kv_row_ptr, eps, INTERLEAVED, ROW_FORMAT, LATENT, ROPE)
+        _kv_part(
+            kv_ptr,
+            part_stride,
+            kv_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            kv_row_ptr,
+            eps,
+            dtype,
+            NUM_PARTS,
+            INTERLEAVED,
+            ROW_FORMAT,
+            LATENT,
+            ROPE,
+        )
     elif HAS_INDEXER:
         key_row_ptr += token * key_row_bytes
         _key_part(
             a_ptr + q_rank,
+            part_stride,
             key_weight_ptr,
             key_bias_ptr,
             cos_ptr,
@@ -208,6 +244,8 @@ def _latent_kernel(
             key_row_ptr,
             key_eps,
             hadamard_factor,
+            dtype,
+            NUM_PARTS,
             INDEX_FP8,
             INDEX_INTERLEAVED,
             ROPE,
@@ -217,7 +255,7 @@ def _latent_kernel(
 
 
 def latent_inputs(
-    a: Tensor,
+    a: Tensor | Parts,
     cos: Tensor,
     sin: Tensor,
     q_weight: Tensor,
@@ -239,14 +277,15 @@ def latent_inputs(
     q_weight fp32 [q_rank], kv_weight fp32 [512]; key_weight, key_bias fp32 [128] of the index key's LayerNorm, None
     without an indexer. With ue8m0 not None q_rank must be a multiple of 128.
     """
-    num_tokens, width = a.shape
-    assert a.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    parts = a.values if isinstance(a, Parts) else a.unsqueeze(0)
+    num_parts, num_tokens, width = parts.shape
+    assert parts.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     latent, rope = row_format.latent_dim, row_format.rope_dim
     has_indexer = key_weight is not None
     index_dim = index_format.head_dim if has_indexer else 0
     q_rank = width - index_dim - latent - rope
     assert q_weight.shape[0] == q_rank and (ue8m0 is None or q_rank % QUANT_BLOCK == 0), (q_weight.shape, q_rank)
-    device = a.device
+    device = parts.device
     q_normed = torch.empty(num_tokens, q_rank, dtype=a.dtype, device=device)
     query = Activation(q_normed)
     if ue8m0 is not None:
@@ -256,7 +295,7 @@ def latent_inputs(
     index_key = torch.empty(num_tokens, index_format.row_bytes, dtype=torch.uint8, device=device)
     if num_tokens:
         _latent_kernel[(num_tokens, 3 if has_indexer else 2)](
-            a,
+            parts,
             q_weight,
             kv_weight,
             q_weight if key_weight is None else key_weight,
@@ -268,7 +307,8 @@ def latent_inputs(
             q_weight if query.scale is None else query.scale,
             kv_row,
             index_key,
-            a.stride(0),
+            parts.stride(1),
+            parts.stride(0),
             0 if query.scale is None else query.scale.stride(0),
             0 if query.scale is None else query.scale.stride(1),
             q_rank,
@@ -278,6 +318,7 @@ def latent_inputs(
             eps,
             key_eps,
             index_format.head_dim**-0.5,
+            NUM_PARTS=num_parts,
             HAS_INDEXER=has_indexer,
             INTERLEAVED=interleaved,
             INDEX_INTERLEAVED=index_interleaved,
@@ -290,7 +331,7 @@ def latent_inputs(
             ROPE=rope,
             INDEX_DIM=index_format.head_dim,
             GROUP=QUANT_BLOCK,
-            COMPUTE=dot_type(a),
+            COMPUTE=dot_type(q_normed),
             num_warps=4,
         )
     return LatentInputs(query, kv_row, index_key if has_indexer else None)

@@ -3,8 +3,9 @@
 
 fp8: a scale per 1 x 128 activations and 128 x 128 weights. Products of one 128-wide block of the inner dimension are
 summed by the tensor cores, blocks are scaled and summed in fp32. Few rows leave most of the GPU idle, so the inner
-dimension is then split over programs; the partial sums are added in a fixed order. For GPUs or installs without
-DeepGEMM, and for few rows where it beats DeepGEMM (`suits_few_rows`).
+dimension is then split over programs; the partial sums are added in a fixed order, by whoever reads them
+(`linear_parts`) or by a launch of its own. For GPUs or installs without DeepGEMM, and for few rows where it beats
+DeepGEMM (`suits_few_rows`).
 """
 
 import torch
@@ -14,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
+from echo_batch.kernels.parts import Parts
+from echo_batch.kernels.triton.parts import add_parts
 from echo_batch.kernels.triton.quant import dot_type, quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 
@@ -141,15 +144,6 @@ def _parts_kernel(
     tl.store(out_ptr + at, total, mask=(row < num_rows)[None, :] & (column < num_columns)[:, None])
 
 
-@triton.jit
-def _add_splits_kernel(parts_ptr, out_ptr, size, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        total += tl.load(parts_ptr + split * size + at, mask=at < size, other=0.0)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
-
-
 def num_splits(num_rows: int, num_columns: int, inner: int, block_m: int, block_n: int) -> int:
     """Parts that the inner dimension is cut into, so that enough programs run; a pure function of the shape."""
     programs = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
@@ -180,78 +174,59 @@ def few_rows_splits(num_columns: int, inner: int) -> int:
 
 def fp8_linear(values: Tensor, scale: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Quantized x (e4m3 [T, in], fp32 scales [T, in / 128] in any strides) times weight [out, in] -> [T, out]."""
+    out = fp8_linear_parts(values, scale, weight, dtype)
+    return add_parts(out) if isinstance(out, Parts) else out
+
+
+def fp8_linear_parts(values: Tensor, scale: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor | Parts:
+    """As `fp8_linear`, in one launch: parts where the inner dimension is split."""
     num_rows, inner = values.shape
     num_columns = weight.data.shape[0]
     assert values.is_contiguous() and weight.data.is_contiguous() and weight.scale.is_contiguous()
     assert weight.data.shape[1] == inner and inner % QUANT_BLOCK == 0
-    out = torch.empty(num_rows, num_columns, dtype=dtype, device=values.device)
-    if num_rows == 0:
-        return out
-    if num_rows <= FEW_ROWS:
-        _few_rows(values, scale, weight, out)
-        return out
-    block_m = 64 if num_rows <= 512 else 128
-    block_n = 64 if num_rows <= 64 else 128
-    splits = num_splits(num_rows, num_columns, inner, block_m, block_n)
+    few = num_rows <= FEW_ROWS
+    block_m = (16 if num_rows <= 16 else FEW_ROWS) if few else 64 if num_rows <= 512 else 128
+    block_n = 64 if not few and num_rows <= 64 else 128
     blocks = inner // QUANT_BLOCK
-    target = out
+    splits = few_rows_splits(num_columns, inner) if few else num_splits(num_rows, num_columns, inner, block_m, block_n)
     if splits > 1:
-        target = torch.empty(splits, num_rows, num_columns, dtype=torch.float32, device=values.device)
-    _fp8_linear_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, block_n), splits)](
-        values,
-        scale,
-        weight.data,
-        weight.scale,
-        target,
-        num_rows,
-        num_columns,
-        inner,
-        scale.stride(0),
-        scale.stride(1),
-        triton.cdiv(blocks, splits),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        GROUP=QUANT_BLOCK,
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=4,
-    )
-    if splits > 1:
-        _add_splits(target, out)
-    return out
+        out = torch.empty(splits, num_rows, num_columns, dtype=torch.float32, device=values.device)
+    else:
+        out = torch.empty(num_rows, num_columns, dtype=dtype, device=values.device)
+    sizes = (num_rows, num_columns, inner, scale.stride(0), scale.stride(1), triton.cdiv(blocks, splits))
+    if few and num_rows:
+        _few_rows_kernel[(triton.cdiv(num_columns, block_n), splits)](
+            values,
+            scale,
+            weight.data,
+            weight.scale,
+            out,
+            *sizes,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            GROUP=QUANT_BLOCK,
+            STAGES=4,
+            num_warps=4,
+        )
+    elif num_rows:
+        _fp8_linear_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, block_n), splits)](
+            values,
+            scale,
+            weight.data,
+            weight.scale,
+            out,
+            *sizes,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            GROUP=QUANT_BLOCK,
+            num_warps=8 if block_m == 128 else 4,
+            num_stages=4,
+        )
+    return Parts(out, dtype) if splits > 1 else out
 
 
-def _few_rows(values: Tensor, scale: Tensor, weight: QuantizedWeight, out: Tensor) -> None:
-    num_rows, num_columns = out.shape
-    inner = values.shape[1]
-    splits = few_rows_splits(num_columns, inner)
-    target = out
-    if splits > 1:
-        target = torch.empty(splits, num_rows, num_columns, dtype=torch.float32, device=out.device)
-    _few_rows_kernel[(triton.cdiv(num_columns, 128), splits)](
-        values,
-        scale,
-        weight.data,
-        weight.scale,
-        target,
-        num_rows,
-        num_columns,
-        inner,
-        scale.stride(0),
-        scale.stride(1),
-        triton.cdiv(inner // QUANT_BLOCK, splits),
-        BLOCK_M=16 if num_rows <= 16 else FEW_ROWS,
-        BLOCK_N=128,
-        GROUP=QUANT_BLOCK,
-        STAGES=4,
-        num_warps=4,
-    )
-    if splits > 1:
-        _add_splits(target, out)
-
-
-def _add_splits(parts: Tensor, out: Tensor) -> None:
-    size = out.numel()
-    _add_splits_kernel[(triton.cdiv(size, 1024),)](parts, out, size, NUM_SPLITS=parts.shape[0], BLOCK=1024, num_warps=4)
+MAX_PARTS = 4
+"""So many parts of a row a reader has room for in its registers, all loads under way at once."""
 
 
 def linear(x: Activation, weight: Weight) -> Tensor:
@@ -259,6 +234,14 @@ def linear(x: Activation, weight: Weight) -> Tensor:
     if isinstance(weight, QuantizedWeight):
         return fp8_linear(*quantized(x, weight.ue8m0), weight, x.values.dtype)
     return F.linear(x.values, weight)
+
+
+def linear_parts(x: Activation, weight: Weight) -> Tensor | Parts:
+    """As `linear`, in one launch for few rows; as reference.linear.linear_parts."""
+    if not isinstance(weight, QuantizedWeight):
+        return F.linear(x.values, weight)
+    out = fp8_linear_parts(*quantized(x, weight.ue8m0), weight, x.values.dtype)
+    return add_parts(out) if isinstance(out, Parts) and out.values.shape[0] > MAX_PARTS else out
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation, quantization_for
+from echo_batch.kernels.parts import ExpertParts, Result
 from echo_batch.kernels.triton.quant import dot_type, quantized, swiglu_quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 
@@ -259,65 +260,6 @@ def _grouped_linear_kernel(
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=valid[:, None] & column_inside[None, :])
 
 
-@triton.jit
-def _combine_kernel(
-    partials_ptr,
-    row_of_pair_ptr,
-    weights_ptr,
-    addend_ptr,
-    out_ptr,
-    width,
-    HAS_ADDEND: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(NUM_SLOTS):
-        pair = token * NUM_SLOTS + slot
-        # Nothing was computed for a pair without expert: whatever lies there must not be read.
-        row = tl.load(row_of_pair_ptr + pair).to(tl.int64)
-        weight = tl.load(weights_ptr + pair)
-        inside = column < tl.where(row >= 0, width, 0)
-        partial = tl.load(partials_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.where(row >= 0, weight, 0.0) * partial
-    if HAS_ADDEND:
-        total += tl.load(addend_ptr + token * width + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
-
-
-def combine(
-    partials: Tensor,
-    row_of_pair: Tensor,
-    weights: Tensor,
-    *,
-    addend: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Sum over slots, in slot order in fp32, of weights fp32 [T, k] times partials [R, D], and of addend [T, D].
-
-    row_of_pair int32 [T * k]: the partial of each (token, slot), -1 where there is none. Returns [T, D] in `dtype`.
-    """
-    num_tokens, num_slots = weights.shape
-    width = partials.shape[1]
-    out = torch.empty(num_tokens, width, dtype=dtype, device=partials.device)
-    if num_tokens:
-        _combine_kernel[(num_tokens, triton.cdiv(width, 1024))](
-            partials,
-            row_of_pair,
-            weights,
-            out if addend is None else addend.contiguous(),
-            out,
-            width,
-            HAS_ADDEND=addend is not None,
-            NUM_SLOTS=num_slots,
-            BLOCK=1024,
-            num_warps=4,
-        )
-    return out
-
-
 def _grouped_linear(
     x: Activation, weight: Weight, order: Tensor, block_expert: Tensor, out: Tensor, block_m: int
 ) -> None:
@@ -368,11 +310,11 @@ def routed_experts(
     *,
     addend: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Weighted sum of each token's experts; as reference.moe.routed_experts.
+) -> Result:
+    """Weighted sum of each token's experts, not added up; as reference.moe.routed_experts.
 
     x [T, D], experts int32 [T, k] (-1 = none), weights fp32 [T, k], gate_up [E, 2I, D], down [E, D, I] -> [T, D]. A
-    pair (token, slot) has a partial of its own; partials are summed in fp32 in slot order.
+    pair (token, slot) has a partial of its own.
     """
     num_tokens, width = x.values.shape
     device = x.values.device
@@ -385,7 +327,7 @@ def routed_experts(
     # An expert's last block may be partly filled, and no block is empty.
     max_blocks = min(num_pairs, num_pairs // block_m + num_experts)
     order = torch.empty(max_blocks * block_m, dtype=torch.int32, device=device)
-    row_of_pair = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    row_of_pair = torch.empty(num_tokens, num_slots, dtype=torch.int32, device=device)
     block_expert = torch.empty(max_blocks, dtype=torch.int32, device=device)
     _group_kernel[(num_experts,)](
         experts,
@@ -406,4 +348,4 @@ def routed_experts(
     del hidden  # with many tokens the two largest tensors should not be there at once
     partials = torch.empty(num_pairs, width, dtype=x.values.dtype, device=device)
     _grouped_linear(gated, down, order, block_expert, partials, block_m)
-    return combine(partials, row_of_pair, weights, addend=addend, dtype=dtype)
+    return ExpertParts(partials, row_of_pair, weights, None if addend is None else addend.contiguous(), dtype)

@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
+from echo_batch.kernels.parts import ExpertParts, Parts, Result
+from echo_batch.kernels.triton.parts import expert_tensors, load_expert_sum, load_sum
 from echo_batch.kernels.triton.quant import empty_scales, group_scale, to_fp8
 from echo_batch.kernels.weights import QUANT_BLOCK
 
@@ -15,6 +17,9 @@ from echo_batch.kernels.weights import QUANT_BLOCK
 def _rms_norm_kernel(
     hidden_ptr,
     delta_ptr,
+    delta_rows_ptr,
+    delta_weights_ptr,
+    addend_ptr,
     weight_ptr,
     sum_ptr,
     normed_ptr,
@@ -23,22 +28,34 @@ def _rms_norm_kernel(
     width,
     hidden_stride,
     delta_stride,
+    delta_part_stride,
     scale_row_stride,
     scale_group_stride,
     eps,
-    ADD: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
     QUANTIZE: tl.constexpr,
     UE8M0: tl.constexpr,
     WIDTH_P2: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """One row a program. What is added: NUM_PARTS parts, or NUM_SLOTS experts' results; nothing if both are 0."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_P2)
     inside = column < width
+    dtype = hidden_ptr.dtype.element_ty
     x = tl.load(hidden_ptr + row * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(delta_ptr + row * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(sum_ptr + row * width + column, x.to(sum_ptr.dtype.element_ty), mask=inside)
+    if NUM_PARTS > 0:
+        delta = load_sum(delta_ptr + row * delta_stride + column, delta_part_stride, inside, NUM_PARTS)
+        x += delta.to(dtype).to(tl.float32)
+    if NUM_SLOTS > 0:
+        delta = load_expert_sum(
+            delta_ptr, delta_rows_ptr, delta_weights_ptr, addend_ptr, row, column, width, HAS_ADDEND, NUM_SLOTS
+        )
+        x += delta.to(dtype).to(tl.float32)
+    if NUM_PARTS + NUM_SLOTS > 0:
+        tl.store(sum_ptr + row * width + column, x.to(dtype), mask=inside)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     mean_square = tl.math.div_rn(tl.sum(x * x, 0), width.to(tl.float32))
     normed = (weight * (x * tl.math.rsqrt(mean_square + eps))).to(normed_ptr.dtype.element_ty)
@@ -56,7 +73,7 @@ def _rms_norm_kernel(
 
 def norm_activation(
     hidden: Tensor,
-    delta: Tensor | None,
+    delta: Result | None,
     weight: Tensor,
     eps: float,
     ue8m0: bool | None,
@@ -67,8 +84,9 @@ def norm_activation(
     With `ue8m0` not None the norm is quantized too. `out` [T, D] (contiguous values) receives the norm.
     """
     num_rows, width = hidden.shape
-    assert hidden.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
+    assert hidden.stride(1) == 1
     total = hidden if delta is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    addends, sizes = _addends(hidden, delta)
     values = scale = None
     if out is not None:
         normed, values, scale = out
@@ -84,7 +102,7 @@ def norm_activation(
         width_p2 = max(QUANT_BLOCK, triton.next_power_of_2(width))
         _rms_norm_kernel[(num_rows,)](
             hidden,
-            hidden if delta is None else delta,
+            *addends,
             weight,
             total,
             normed,
@@ -92,11 +110,10 @@ def norm_activation(
             weight if scale is None else scale,
             width,
             hidden.stride(0),
-            0 if delta is None else delta.stride(0),
-            0 if scale is None else scale.stride(0),
-            0 if scale is None else scale.stride(1),
-            eps,
-            ADD=delta is not None,
+            scale_row_stride=0 if scale is None else scale.stride(0),
+            scale_group_stride=0 if scale is None else scale.stride(1),
+            eps=eps,
+            **sizes,
             QUANTIZE=ue8m0 is not None,
             UE8M0=bool(ue8m0),
             WIDTH_P2=width_p2,
@@ -104,6 +121,23 @@ def norm_activation(
             num_warps=min(16, max(1, width_p2 // 512)),
         )
     return total, Activation(normed, values, scale)
+
+
+def _addends(hidden: Tensor, delta: Result | None) -> tuple[tuple[Tensor, ...], dict[str, int | bool]]:
+    """The norm kernel's arguments for what is added: values, rows, weights, addend; and how they are laid out."""
+    sizes = dict(delta_stride=0, delta_part_stride=0, NUM_PARTS=0, NUM_SLOTS=0, HAS_ADDEND=False)
+    if delta is None:
+        return (hidden,) * 4, sizes
+    if isinstance(delta, ExpertParts):
+        assert delta.dtype == hidden.dtype and delta.rows.shape[0] == hidden.shape[0]
+        rows, weights, addend = expert_tensors(delta)
+        sizes |= dict(NUM_SLOTS=rows.shape[1], HAS_ADDEND=addend is not None)
+        return (delta.values, rows, weights, hidden if addend is None else addend), sizes
+    values = delta.values if isinstance(delta, Parts) else delta.unsqueeze(0)
+    assert values.stride(2) == 1 and values.shape[1:] == hidden.shape
+    assert (delta.dtype if isinstance(delta, Parts) else values.dtype) == hidden.dtype
+    sizes |= dict(delta_stride=values.stride(1), delta_part_stride=values.stride(0), NUM_PARTS=values.shape[0])
+    return (values, hidden, hidden, hidden), sizes
 
 
 @triton.jit

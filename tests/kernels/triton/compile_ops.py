@@ -15,14 +15,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.contracts import make_maps
 from echo_batch.kernels.formats import IndexFormat, RowFormat
+from echo_batch.kernels.parts import Parts
 from echo_batch.kernels.triton import (
     cache_ops,
     fused,
     linear,
     moe,
     norm_rope,
+    parts,
     quant,
     queries,
     row_copy,
@@ -73,7 +76,10 @@ def decode_ops(num_tokens: int) -> None:
     _, x = norm_rope.norm_activation(zeros(t, hidden), zeros(t, hidden), fp32[hidden], 1e-6, True)
     norm_rope.norm_activation(zeros(t, hidden), None, fp32[hidden], 1e-6, None)
     norm_rope.rope_angles(zeros(t, dtype=torch.int32), zeros(32, dtype=torch.float32))
-    a = linear.linear(x, weight(q_rank + 128 + 576, hidden))
+    # The real width, which is split; as is the output projection below.
+    wide = Activation(zeros(t, 7168), zeros(t, 7168, dtype=FP8), zeros(t, 56, dtype=torch.float32))
+    a = linear.linear_parts(wide, weight(q_rank + 128 + 576, 7168))
+    assert isinstance(a, Parts) and a.values.shape[0] == 4
     first = fused.latent_inputs(
         a,
         cos,
@@ -115,13 +121,19 @@ def decode_ops(num_tokens: int) -> None:
     slots.positions_to_slots(slot[:, None], table)
     values = queries.head_values(zeros(t, heads, 512), zeros(heads, 128, 512), True)
     linear.linear(values, weight(hidden, heads * 128))
+    out = linear.linear_parts(wide, weight(hidden, 7168))
+    assert isinstance(out, Parts)
+    parts.add_parts(out)
+    norm_rope.norm_activation(zeros(t, hidden), out, fp32[hidden], 1e-6, True)
     experts, inner = 16, 128
     routing = dict(valid=zeros(t, dtype=torch.bool), num_shared=t, held=range(4, 12))
     logits = linear.linear_fp32_parts(x.values, zeros(experts, hidden))
     router_weights, chosen = moe.route(logits, zeros(experts, dtype=torch.float32), 4, 2, 4, True, 2.5, **routing)  # type: ignore[arg-type]
     stacks = weight(9, 2 * inner, hidden), weight(9, hidden, inner)
-    moe.routed_experts(x, chosen, router_weights, *stacks, dtype=BF16)
-    moe.routed_experts(x, chosen, router_weights, *stacks, addend=zeros(t, hidden))
+    for addend in (None, zeros(t, hidden)):
+        out = moe.routed_experts(x, chosen, router_weights, *stacks, addend=addend, dtype=BF16)
+        norm_rope.norm_activation(zeros(t, hidden), out, fp32[hidden], 1e-6, True)
+    parts.add_parts(out)
     quant.swiglu_quantized(zeros(t, 2 * hidden), ue8m0=True)
     tokens, finite = sampling.greedy_sample(zeros(t, 5000, dtype=torch.float32))
     sampling.advance_rows(

@@ -3,6 +3,7 @@ import torch
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.reference import linear as reference
+from echo_batch.kernels.reference.parts import sum_parts
 from echo_batch.kernels.triton import linear
 from echo_batch.kernels.weights import QuantizedWeight, block_shape
 from tests.kernels.triton.common import DEVICE, difference, randn
@@ -39,7 +40,7 @@ def test_parts(num_rows: int, dtype: torch.dtype) -> None:
     x, weight = randn(num_rows, 600, seed=1, dtype=dtype), randn(70, 600, seed=2, dtype=dtype)
     parts = linear.linear_fp32_parts(x, weight)
     assert parts.dtype == torch.float32 and (parts.shape[0] > 1) == (num_rows <= 256 and dtype == torch.bfloat16)
-    assert difference(reference.sum_parts(parts), reference.linear_fp32(x, weight)) < 1e-9
+    assert difference(sum_parts(parts), reference.linear_fp32(x, weight)) < 1e-9
 
 
 @pytest.mark.gpu
@@ -51,4 +52,4 @@ def test_real_shapes(num_rows: int) -> None:
     x, weight = randn(num_rows, 7168, seed=1, dtype=torch.bfloat16), randn(64, 7168, seed=2, dtype=torch.bfloat16)
     assert difference(linear.linear_fp32(x, weight), reference.linear_fp32(x, weight)) < 1e-9
     parts = linear.linear_fp32_parts(x, weight)
-    assert difference(reference.sum_parts(parts), reference.linear_fp32(x, weight)) < 1e-9
+    assert difference(sum_parts(parts), reference.linear_fp32(x, weight)) < 1e-9

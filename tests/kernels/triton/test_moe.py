@@ -4,6 +4,7 @@ import torch
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.reference import moe as reference
 from echo_batch.kernels.triton import moe
+from echo_batch.kernels.triton.parts import add_parts
 from echo_batch.kernels.weights import QuantizedWeight, block_shape
 from tests.kernels.triton.common import BF16_LIMIT, DEVICE, difference, randn
 
@@ -62,14 +63,16 @@ def check_experts(
     weights = torch.rand(num_tokens, top_k, generator=generator).to(DEVICE)
     gate_up = stack(num_experts, 2 * inner, width, 3, kind)
     down = stack(num_experts, width, inner, 4, kind)
-    got = moe.routed_experts(Activation(x), experts, weights, gate_up, down)
+    got = add_parts(moe.routed_experts(Activation(x), experts, weights, gate_up, down))
     expected = reference.routed_experts(Activation(x), experts, weights, gate_up, down)
     assert got.dtype == torch.float32 and not got[0].any()
     addend = randn(num_tokens, width, seed=5, dtype=x.dtype)
-    rounded = moe.routed_experts(Activation(x), experts, weights, gate_up, down, addend=addend, dtype=x.dtype)
+    rounded = add_parts(
+        moe.routed_experts(Activation(x), experts, weights, gate_up, down, addend=addend, dtype=x.dtype)
+    )
     assert rounded.dtype == x.dtype and difference(rounded, got + addend.float()) < 1e-5
     assert difference(got, expected) < limit
-    assert torch.equal(got, moe.routed_experts(Activation(x), experts, weights, gate_up, down))
+    assert torch.equal(got, add_parts(moe.routed_experts(Activation(x), experts, weights, gate_up, down)))
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("fp32", 1e-11), ("bf16", 10 * BF16_LIMIT), ("fp8", 1e-3)])
@@ -79,18 +82,6 @@ def test_routed_experts(kind: str, limit: float) -> None:
 
 def test_many_tokens_of_few_experts() -> None:
     check_experts(40, 2, 2, 128, 128, "fp8", 1e-3)
-
-
-def test_combine_skips_pairs_without_expert() -> None:
-    partials = randn(4, 64, seed=1)
-    partials[1] = float("nan")
-    row_of_pair = torch.tensor([0, -1, 2, 3], dtype=torch.int32, device=DEVICE)
-    weights = torch.tensor([[0.5, float("nan")], [2.0, 1.0]], device=DEVICE)
-    expected = torch.stack((0.5 * partials[0], 2.0 * partials[2] + partials[3]))
-    assert difference(moe.combine(partials, row_of_pair, weights), expected) < 1e-12
-    addend = randn(2, 64, seed=2, dtype=torch.bfloat16)
-    got = moe.combine(partials, row_of_pair, weights, addend=addend, dtype=torch.bfloat16)
-    assert got.dtype == torch.bfloat16 and difference(got, expected + addend.float()) < 1e-5
 
 
 @pytest.mark.gpu
