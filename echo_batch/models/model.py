@@ -115,10 +115,6 @@ class Model:
             stream.hidden, stream.delta, weight, self.config.rms_norm_eps, quantization_for(consumer), out
         )
 
-    @staticmethod
-    def slice_stream(stream: Stream, start: int, end: int) -> Stream:
-        """Tokens start..end of a stream (views)."""
-        delta = None if stream.delta is None else slice_rows(stream.delta, start, end)
     def sum(self, stream: Stream, out: Tensor | None = None) -> Tensor:
         """The residual [T, D]: added in fp32, rounded to the compute dtype. `out` (which may be what `hidden` was made
         of) receives it."""
@@ -126,6 +122,10 @@ class Model:
             return torch.add(stream.hidden, self.ops.add_parts(stream.delta), out=out)
         return stream.hidden if out is None else out.copy_(stream.hidden)
 
+    @staticmethod
+    def slice_stream(stream: Stream, start: int, end: int) -> Stream:
+        """Tokens start..end of a stream (views)."""
+        delta = None if stream.delta is None else slice_rows(stream.delta, start, end)
         return Stream(stream.hidden[start:end], delta)
 
     def concat_streams(self, streams: list[Stream]) -> Stream:
