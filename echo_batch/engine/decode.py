@@ -3,7 +3,7 @@
 Everything is a tensor of fixed shape: padded rows have position 0, no slot and an empty context; they touch no state.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -89,6 +89,12 @@ def decode_logits(
         resolution = None
         for layer in layers:
             stream, projected = model.project(layer, stream, angles)
+            # Attention's query only waits for its weights: beside what waits for latencies or for the host, one half
+            # while the indexer's small steps run, one while rows are selected and recalled. Not beside the scoring,
+            # which needs the whole bandwidth.
+            beside = branch if resolution is None or cache.recalls else None
+            with _on(beside):
+                query = model.project_query(layer, projected, angles)
             cache.write(layer, new_slots, new_rows, projected.latents.kv_row, projected.latents.index_key)
             scores = None
             if resolution is None:
@@ -97,11 +103,8 @@ def decode_logits(
                 scores = cache.index_scores(
                     group, index_query, index_weights, block_table, seq_lens, schedule, predicted[group]
                 )
-            # Attention's query waits for weights from HBM, selection for latencies, recall for rows from the host: side
-            # by side, where there is something to recall or to select.
-            beside = branch if scores is not None or cache.recalls else None
-            with nullcontext() if beside is None else beside.fork():
-                query = model.attention_query(layer, projected, angles)
+            with _on(beside):
+                query = model.absorb_query(layer, query, angles)
             if scores is not None:
                 selected, _ = ops.topk_positions(
                     scores, seq_lens, spec.index_topk, predicted[group], update=True, block_table=block_table
@@ -119,3 +122,7 @@ def decode_logits(
     cache.end_step()
     has_block = (new_slots >= 0) | ~active
     return model.logits(stream), has_block
+
+
+def _on(branch: Branch | None) -> AbstractContextManager[None]:
+    return nullcontext() if branch is None else branch.fork()

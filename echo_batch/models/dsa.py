@@ -12,7 +12,7 @@ from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.parts import Result
 from echo_batch.kernels.reference.fused import LatentInputs
-from echo_batch.kernels.weights import Weight, rows_of
+from echo_batch.kernels.weights import rows_of
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.layers import AttentionWeights
 
@@ -91,21 +91,23 @@ def all_queries(
     index_format: IndexFormat,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Queries of attention and, on layers that select, of the indexer with its head weights: one product for both."""
-    return _queries(ops, config, weights, projected, angles, index_format, weights.q_b, with_indexer=True)
+    indexer = weights.indexer
+    head_logits = None if indexer is None else ops.linear_fp32_parts(projected.normed, indexer.weights_proj)
+    return _queries(
+        ops, config, weights, ops.linear(projected.latents.query, weights.q_b), head_logits, angles, index_format
+    )
 
 
-def attention_query(
-    ops: Ops,
-    config: ModelConfig,
-    weights: AttentionWeights,
-    projected: Projected,
-    angles: Angles,
-    index_format: IndexFormat,
+def project_query(ops: Ops, weights: AttentionWeights, projected: Projected, angles: Angles) -> Tensor:
+    """Attention's query before rotation and absorption, [T, H * (nope + rope)]."""
+    return ops.linear(projected.latents.query, rows_of(weights.q_b, 0, _query_columns(weights, angles)))
+
+
+def absorb_query(
+    ops: Ops, config: ModelConfig, weights: AttentionWeights, query: Tensor, angles: Angles, index_format: IndexFormat
 ) -> Tensor:
-    """Attention's query alone, [T, H, 576]."""
-    own = rows_of(weights.q_b, 0, _query_columns(weights, angles))
-    query, _, _ = _queries(ops, config, weights, projected, angles, index_format, own, with_indexer=False)
-    return query
+    """What `project_query` made -> attention's query [T, H, 576]."""
+    return _queries(ops, config, weights, query, None, angles, index_format)[0]
 
 
 def index_query(
@@ -139,20 +141,17 @@ def _queries(
     ops: Ops,
     config: ModelConfig,
     weights: AttentionWeights,
-    projected: Projected,
+    query: Tensor,
+    head_logits: Tensor | None,
     angles: Angles,
     index_format: IndexFormat,
-    q_b: Weight,
-    *,
-    with_indexer: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    indexer = weights.indexer if with_indexer else None
     return ops.attention_queries(
-        ops.linear(projected.latents.query, q_b),
+        query,
         weights.key_up,
         angles.cos,
         angles.sin,
-        None if indexer is None else ops.linear_fp32_parts(projected.normed, indexer.weights_proj),
+        head_logits,
         num_index_heads=config.index_n_heads,
         interleaved=config.rope.interleaved,
         index_interleaved=config.index_rope.interleaved,

@@ -74,10 +74,14 @@ class Model:
         weights = self.weights.layers[layer].attention
         return dsa.index_query(self.ops, self.config, weights, projected, angles, self.index_format)
 
-    def attention_query(self, layer: int, projected: Projected, angles: Angles) -> Tensor:
-        """Attention's query, which nothing before attention needs."""
+    def project_query(self, layer: int, projected: Projected, angles: Angles) -> Tensor:
+        """The first half of attention's query, which nothing before attention needs; for `absorb_query`."""
+        return dsa.project_query(self.ops, self.weights.layers[layer].attention, projected, angles)
+
+    def absorb_query(self, layer: int, query: Tensor, angles: Angles) -> Tensor:
+        """Attention's query [T, H, 576] of what `project_query` made."""
         weights = self.weights.layers[layer].attention
-        return dsa.attention_query(self.ops, self.config, weights, projected, angles, self.index_format)
+        return dsa.absorb_query(self.ops, self.config, weights, query, angles, self.index_format)
 
     def attention_inputs(self, layer: int, stream: Stream, angles: Angles) -> tuple[Stream, AttentionInputs]:
         """`project` and all queries, in fewer launches than apart."""

@@ -136,7 +136,7 @@ def test_queries_apart_are_those_of_one_product(variant: str, tiny_checkpoint: C
     stream = model.embed(random_ids(7, seed=12))
     _, together = model.attention_inputs(0, stream, angles)
     _, projected = model.project(0, stream, angles)
-    torch.testing.assert_close(model.attention_query(0, projected, angles), together.query)
+    torch.testing.assert_close(model.absorb_query(0, model.project_query(0, projected, angles), angles), together.query)
     assert together.index_query is not None and together.index_weights is not None
     query, weights = model.index_query(0, projected, angles)
     torch.testing.assert_close(query, together.index_query)
