@@ -15,3 +15,6 @@ class CacheCounters:
     evicted_rows: tuple[int, ...]
     offloaded_rows: tuple[int, ...]
     """New rows of decoded tokens, written to both pools."""
+    fallback_rows: tuple[int, ...]
+    """Of a batch: rows longer than k whose selection had to be searched for anew, because the k-th score that was
+    predicted is none yet (the first step of a request) or was too far off."""

@@ -1,7 +1,7 @@
 """The two-pool cache: every row in the host pool, those in use in the GPU pool.
 
 Order of calls in a decode step: `begin_step` and `append_all`; per selection group `write` of its first layer with the
-index keys, `index_scores`, then `resolve`; per layer `write` and `recall` (before attention); `end_step`. Between
+index keys, `index_scores`, then `select`; per layer `write` and `recall` (before attention); `end_step`. Between
 steps: `write_host`, `write_index`, `warm`, `release`. On the GPU all of these only launch kernels of fixed shape, so a
 step fits a CUDA graph.
 
@@ -23,7 +23,7 @@ from echo_batch.cache.prefetch import PrefetchCounters, make_prefetcher
 from echo_batch.cache.resident import ResidentCache
 from echo_batch.cache.slots import slots_of_blocks
 from echo_batch.cache.spec import CacheSpec
-from echo_batch.kernels.cache_layout import FREE, NUM_TOTALS
+from echo_batch.kernels.cache_layout import FALLBACKS, FREE, NUM_TOTALS
 from echo_batch.kernels.cache_ops import CacheOps, select_cache_ops
 from echo_batch.kernels.contracts import Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE
@@ -176,25 +176,73 @@ class OffloadedCache:
             return self._prefetcher.scores(group, query, weights, block_table, seq_lens, predicted, self.step)
         return self._by_slot.index_scores(group, query, weights, block_table, seq_lens, schedule, predicted)
 
+    def select(
+        self, group: int, scores: Tensor, seq_lens: Tensor, predicted: Tensor, block_table: Tensor
+    ) -> Resolution:
+        """`resolve` the exact top-k of `scores` (fp32 [B, S], of `index_scores`); `recall` must follow for each layer.
+
+        seq_lens int32 [B], block_table int32 [B, max_blocks]; predicted fp32 [B] is updated for the next step.
+        """
+        maps, k = self._group_maps[group], self.spec.index_topk
+        resolve_topk = self._cache_ops.resolve_topk
+        # Rows that come on a branch need not be there before the selection is known, but before it is looked up.
+        has_branch = self._prefetcher is not None and self.spec.prefetch == "branch"
+        if resolve_topk is None or has_branch:
+            slots, _ = self._ops.topk_positions(
+                scores,
+                seq_lens,
+                k,
+                predicted,
+                update=True,
+                block_table=block_table,
+                fallback_count=maps.counts[0, FALLBACKS : FALLBACKS + 1],
+            )
+            return self.resolve(group, slots)
+        first = self.spec.group_layers[group][0]
+        skip = self._begin_resolve(group)
+        resolution = resolve_topk(
+            maps,
+            scores,
+            seq_lens,
+            k,
+            predicted,
+            block_table,
+            self.step,
+            self._host.rows[first],
+            self._gpu.rows[first],
+            skip=skip,
+        )
+        self._end_resolve(group, resolution)
+        return resolution
+
     def resolve(self, group: int, slots: Tensor) -> Resolution:
         """Make the selection `slots` (int32 [B, k], -1 padded) resident; `recall` must follow for each layer."""
+        first = self.spec.group_layers[group][0]
+        skip = self._begin_resolve(group)
+        resolution = self._cache_ops.resolve(
+            self._group_maps[group], slots, self.step, self._host.rows[first], self._gpu.rows[first], skip=skip
+        )
+        self._end_resolve(group, resolution)
+        return resolution
+
+    def _begin_resolve(self, group: int) -> int | None:
+        """How many rows others have taken from the head of the step's list; None: as many as there are batch rows."""
         assert group not in self._resolved, "a group is resolved once per step"
         self._resolved.add(group)
+        if self._prefetcher is None:
+            return None
+        self._prefetcher.join()
+        return self._num_appended + self._num_reserved
+
+    def _end_resolve(self, group: int, resolution: Resolution) -> None:
+        """What the group's other layers need."""
         layers = self.spec.group_layers[group]
-        skip = None
-        if self._prefetcher is not None:
-            self._prefetcher.join()
-            skip = self._num_appended + self._num_reserved
-        resolution = self._cache_ops.resolve(
-            self._group_maps[group], slots, self.step, self._host.rows[layers[0]], self._gpu.rows[layers[0]], skip=skip
-        )
         if self._prefetcher is not None and len(layers) > 1:
             self._prefetched[group] = self._prefetcher.rows_to_copy(group)
         if self.poison:
             # The first layer's rows have been copied; those of the others hold what was evicted until they are.
             for layer in layers[1:]:
                 self._cache_ops.fill_rows(self._gpu.rows[layer], self._used_miss_rows(resolution))
-        return resolution
 
     def recall(self, layer: int, resolution: Resolution) -> None:
         """Copy the rows of `layer` that the selection missed from the host to the GPU pool."""
@@ -265,6 +313,7 @@ class OffloadedCache:
         """Empty the GPU pool, zero the counters and start again at step 0, resident if the cache may be."""
         self.resident = self._residency
         self.maps.reset()
+        self._by_slot.reset()
         self.step.zero_()
         self._appended.clear()
         self._resolved.clear()
@@ -277,11 +326,12 @@ class OffloadedCache:
         return None if self._prefetcher is None else self._prefetcher.counters()
 
     def counters(self) -> CacheCounters:
-        """Counters as numbers (waits for the device). Resident steps look nothing up and count nothing."""
-        totals = (self.maps.totals + self.maps.counts[:, :NUM_TOTALS]).cpu()
-        selected, missing, recalled, evicted, offloaded = (tuple(column.tolist()) for column in totals.T)
+        """Counters as numbers (waits for the device). Resident steps look nothing up and only count fallbacks."""
+        totals = self.maps.totals + self.maps.counts[:, :NUM_TOTALS]
+        totals[:, FALLBACKS] += self._by_slot.fallbacks[:, 0]
+        selected, missing, recalled, evicted, offloaded, fallbacks = (tuple(column.tolist()) for column in totals.T)
         hits = tuple(s - m for s, m in zip(selected, missing, strict=True))
-        return CacheCounters(selected, hits, recalled, evicted, offloaded)
+        return CacheCounters(selected, hits, recalled, evicted, offloaded, fallbacks)
 
     def check_invariants(self, live_blocks: Collection[int] | None = None) -> None:
         """Raise AssertionError naming the first broken cache rule. Between steps only; waits for the device.

@@ -45,6 +45,8 @@ class ResidentCache:
         self._cache_ops = cache_ops or select_cache_ops(device)
         self._gpu = pool or make_gpu_pool(spec, device, poison=poison)
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
+        self.fallbacks = torch.zeros((spec.num_groups, 1), dtype=torch.int32, device=device)
+        """Batch rows whose selection the prediction did not serve, since `reset`."""
 
     def for_step(self, resident: bool) -> "ResidentCache":
         """Itself: there is only one way to address rows."""
@@ -98,6 +100,21 @@ class ResidentCache:
         pages, fmt = self._gpu.index_pages[group], self.spec.index_format
         return self._ops.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt, schedule)
 
+    def select(
+        self, group: int, scores: Tensor, seq_lens: Tensor, predicted: Tensor, block_table: Tensor
+    ) -> Resolution:
+        """The exact top-k of `scores` (fp32 [B, S]); see OffloadedCache."""
+        slots, _ = self._ops.topk_positions(
+            scores,
+            seq_lens,
+            self.spec.index_topk,
+            predicted,
+            update=True,
+            block_table=block_table,
+            fallback_count=self.fallbacks[group],
+        )
+        return self.resolve(group, slots)
+
     def resolve(self, group: int, slots: Tensor) -> Resolution:
         """Rows of a selection: its slots; nothing is ever missing."""
         return Resolution(slots, self._nothing, self._nothing)
@@ -130,15 +147,17 @@ class ResidentCache:
                 self._cache_ops.fill_rows(self._gpu.rows[layer], slots)
 
     def reset(self) -> None:
-        """Nothing to do: there are no maps."""
+        """There are no maps: only counters become zero."""
+        self.fallbacks.zero_()
 
     def prefetch_counters(self) -> None:
         """None: nothing is prefetched."""
 
     def counters(self) -> CacheCounters:
-        """All zero: without offloading there is nothing to hit or to miss, and counting selections would cost time."""
+        """Mostly zero: without offloading there is nothing to hit or to miss, and counting selections would cost time.
+        Waits for the device."""
         zeros = (0,) * self.spec.num_groups
-        return CacheCounters(zeros, zeros, zeros, zeros, zeros)
+        return CacheCounters(zeros, zeros, zeros, zeros, zeros, tuple(self.fallbacks[:, 0].tolist()))
 
     def check_invariants(self, live_blocks: Collection[int] | None = None) -> None:
         """Nothing to check: there are no maps."""

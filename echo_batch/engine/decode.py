@@ -106,10 +106,7 @@ def decode_logits(
             with _on(beside):
                 query = model.absorb_query(layer, query, angles)
             if scores is not None:
-                selected, _ = ops.topk_positions(
-                    scores, seq_lens, spec.index_topk, predicted[group], update=True, block_table=block_table
-                )
-                resolution = cache.resolve(group, selected)
+                resolution = cache.select(group, scores, seq_lens, predicted[group], block_table)
             assert resolution is not None
             cache.recall(layer, resolution)
             if beside is not None:

@@ -6,13 +6,14 @@ FREE = -1
 POISON_BYTE = 0xFF
 """Fills freed rows in debug runs: NaN in e4m3, bf16 and fp32."""
 
-SELECTED, MISSING, RECALLED, EVICTED, OFFLOADED = range(5)
+SELECTED, MISSING, RECALLED, EVICTED, OFFLOADED, FALLBACKS = range(6)
 """Columns of `GroupMaps.totals`, in rows: entries of all selections, those not resident, rows copied from the host
-(a row that several entries miss once), resident rows given up, new rows that got a GPU row and went to the host."""
+(a row that several entries miss once), resident rows given up, new rows that got a GPU row and went to the host; in
+batch rows: selections that the predicted k-th score did not serve (`topk_positions`)."""
 
-NUM_TOTALS = 5
-NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED, FIRST_BIN, LAST_BIN = range(5, 12)
-"""Further columns of `GroupMaps.counts` (after the five above): length of the candidate list, candidates taken in place
+NUM_TOTALS = 6
+NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED, FIRST_BIN, LAST_BIN = range(6, 13)
+"""Further columns of `GroupMaps.counts` (after the six above): length of the candidate list, candidates taken in place
 of others that were in use, entries of a warm start, the clock hand, rows that could not be placed, the youngest and
 the oldest bin of used rows that are listed."""
 

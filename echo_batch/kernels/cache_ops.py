@@ -33,6 +33,25 @@ class ResolveOp(Protocol):
     ) -> Resolution: ...
 
 
+class ResolveTopkOp(Protocol):
+    """`cache_ops.resolve_topk`."""
+
+    def __call__(
+        self,
+        maps: GroupMaps,
+        scores: Tensor,
+        lengths: Tensor,
+        k: int,
+        predicted: Tensor,
+        block_table: Tensor,
+        step: Tensor,
+        host_rows: Tensor,
+        gpu_rows: Tensor,
+        *,
+        skip: int | None = None,
+    ) -> Resolution: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOps:
     """One callable per cache op, each with the signature of the reference function it is named after."""
@@ -47,6 +66,8 @@ class CacheOps:
     write_rows: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     write_tokens: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, IndexFormat], None]
     fill_rows: Callable[[Tensor, Tensor], None]
+    resolve_topk: ResolveTopkOp | None = None
+    """None: nothing is faster than `ops.topk_positions` and `resolve` one after the other, which do the same."""
 
 
 def reference_cache_ops() -> CacheOps:
@@ -87,4 +108,8 @@ def triton_cache_ops() -> CacheOps:
 def select_cache_ops(device: torch.device) -> CacheOps:
     """The cache ops for `device`."""
     assert device.type in ("cpu", "cuda"), device
-    return triton_cache_ops() if device.type == "cuda" else reference_cache_ops()
+    if device.type == "cpu":
+        return reference_cache_ops()
+    from echo_batch.kernels.gpu_cache import gpu_cache_ops
+
+    return gpu_cache_ops(device)

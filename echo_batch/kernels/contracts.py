@@ -66,6 +66,19 @@ def make_maps(
     return maps
 
 
+class Marked(NamedTuple):
+    """Boundary A of a fast resolve: hits are protected, misses claimed and listed; `place` finishes it."""
+
+    rows: Tensor
+    """int32 [B, k]: GPU row of every entry that was hit; -1 where nothing was selected. Of the entries that missed one
+    slot the first is not written, each other one holds -2 - e: entry e is the next of them."""
+    miss_slots: Tensor
+    """int32 [B * k]: the slots that were missed, once each, and -1 for entries whose slot stands elsewhere."""
+    miss_entries: Tensor
+    """int32 [B * k]: the first entry of each of these slots. How many of both lists are in use stands in
+    `GroupMaps.counts`."""
+
+
 class Resolution(NamedTuple):
     """Where the rows of one selection are in the GPU pool, and which rows had to be brought there."""
 

@@ -110,6 +110,7 @@ class TopkOp(Protocol):
         *,
         update: bool = False,
         block_table: Tensor | None = None,
+        fallback_count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -56,7 +56,7 @@ def recorded_core(
         return positions, score
 
     spied = dataclasses.replace(ops, topk_positions=topk)
-    cache = make_cache(plan.cache, CPU, ops, poison=True, residency=residency, cache_ops=cache_ops)
+    cache = make_cache(plan.cache, CPU, spied, poison=True, residency=residency, cache_ops=cache_ops)
     return assemble_core(recorded, cache, spied, plan, eos_token_ids=()), recorded.seen
 
 

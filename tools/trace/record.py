@@ -77,6 +77,7 @@ class SelectionRecorder:
         *,
         update: bool = False,
         block_table: Tensor | None = None,
+        fallback_count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if not update:  # of a prefill
             return self.inner(scores, lengths, k, predicted, block_table=block_table)

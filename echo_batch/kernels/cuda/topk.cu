@@ -8,16 +8,21 @@
 //   3. the keys in doubt are exchanged and ranked against each other.
 // Keys carry their position in the low bits (earlier is larger), so no two are equal and ties need no further rule.
 //
+// With MARK the selection does not leave the kernel: each selected slot is looked up in the cache's maps where its
+// position would have been written (mark.cuh). Positions lie unevenly over a block's lanes, so they pass through a list:
+// then every lane has as many look-ups as any other, all at once.
+//
 // Compile-time: CLUSTER, THREADS (a multiple of BINS), MAX_CHUNKS (float4 that a lane holds), RESIDENT (a lane holds
 // all of its part), IN_SHARED (in shared memory: for what does not fit into registers), ALIGNED (rows start on 16
-// bytes), MIN_BLOCKS (a multiprocessor is to hold).
+// bytes), MIN_BLOCKS (a multiprocessor is to hold), MARK, MAX_DELAY (mark.cuh).
 
 #include "cluster.cuh"
-
+#include "mark.cuh"
 
 constexpr u32 BLOCK_SIZE = 64;  // token slots of a block
 constexpr u32 BINS = 512;
 constexpr u32 MAX_DOUBT = 512;
+constexpr u32 MAX_LIST = 2048;  // positions that a block lists in shared memory
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 CHUNK = 128;  // positions that a warp reads at once
 constexpr u32 MAX_HELD = IN_SHARED ? 1 : MAX_CHUNKS;
@@ -46,11 +51,16 @@ static __device__ __forceinline__ u32 count_bits(u32 bits) { return __popc(bits)
 static __device__ __forceinline__ u32 count_bits(u64 bits) { return __popcll((long long)bits); }
 
 struct Shared {
-    u32 histogram[2][BINS];  // read by the other blocks: two, so that one can be cleared while the other is read
-    u64 doubt[MAX_DOUBT];    // read by the other blocks
+    union {
+        struct {
+            u32 histogram[2][BINS];  // read by the other blocks: two, so that one can be cleared while the other is read
+            u64 all_doubt[MAX_DOUBT];
+        };
+        int list[MAX_LIST];  // positions of this block's selected scores, when both others have done their work
+    };
+    u64 doubt[MAX_DOUBT];  // read by the other blocks
     u32 num_doubt;
     u32 num_above;
-    u64 all_doubt[MAX_DOUBT];
     u32 warp_sum[32];
     u32 found_bin;
     u32 found_above;
@@ -236,10 +246,38 @@ static __device__ __forceinline__ void find_bin(Shared& shared, const u32* histo
     __syncthreads();
 }
 
+// Marks `num` entries of a row from `first` on, with one block; slot_at(i) is the slot of entry first + i. Leaves those
+// without a slot out of `selected_count`, which has all of them.
+template <int N, typename SlotAt>
+static __device__ __forceinline__ void mark_entries(const Marks& marks, u32* selected_count, u32 first, u32 num,
+                                                    SlotAt slot_at) {
+    const u32 lane = threadIdx.x & 31;
+    for (u32 start = threadIdx.x - lane; start < num; start += N * THREADS) {
+        int entries[N], slots[N];
+        u32 empty = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const u32 at = start + i * THREADS + lane;
+            entries[i] = at < num ? (int)(first + at) : -1;
+            slots[i] = at < num ? slot_at(at) : -1;
+            empty += at < num && slots[i] < 0;
+        }
+        mark(marks, entries, slots);
+        empty = __reduce_add_sync(FULL_MASK, empty);
+        if (empty > 0 && lane == 0) atomicAdd(selected_count, 0u - empty);
+    }
+}
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS)
 topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 width, const int* __restrict__ lengths,
                float* predicted, int update_predicted, u32 k, int* __restrict__ positions, float* __restrict__ kth,
-               const int* __restrict__ block_tables, long long table_stride) {
+               const int* __restrict__ block_tables, long long table_stride, u32* fallback_count
+#if MARK
+               ,
+               int* miss_slots, int* miss_entries, u32* miss_count, u32* selected_count, int* priority, int* host_to_gpu,
+               const int* step
+#endif
+) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -251,7 +289,19 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     int* const out = positions + (long long)row * k;
     const int* const block_table = block_tables == nullptr ? nullptr : block_tables + (long long)row * table_stride;
 
+#if MARK
+    const Marks marks = {positions, miss_slots, miss_entries, miss_count, priority, host_to_gpu, step};
+    if (rank == 0 && thread == 0) atomicAdd(selected_count, k);
     if (length < k) {  // Everything is selected; the whole cluster leaves here.
+        const u32 share = (k + CLUSTER - 1) / CLUSTER, first = rank * share;
+        if (first < k)
+            mark_entries<1>(marks, selected_count, row * k + first, min(share, k - first), [&](u32 i) {
+                return first + i < length ? slot_of(block_table, first + i) : -1;
+            });
+        return;
+    }
+#endif
+    if (!MARK && length < k) {  // The same.
         for (u32 i = rank * THREADS + thread; i < k; i += CLUSTER * THREADS)
             out[i] = i < length ? slot_of(block_table, i) : -1;
         if (rank == 0 && thread == 0) kth[row] = score_of(KEY_MINUS_INF);
@@ -285,6 +335,8 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
         round = 1;
     }
     const bool by_bin = count <= MAX_DOUBT;
+
+    if (!by_bin && length > k && rank == 0 && thread == 0 && fallback_count != nullptr) atomicAdd(fallback_count, 1u);
 
     // Otherwise full keys in [low, high] are in doubt.
     u64 low = 0, high = ~0ull >> (32 - POSITION_BITS);
@@ -387,6 +439,11 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     if (lane == 0) shared.warp_sum[warp] = warp_count;
     __syncthreads();
     u32 offset = before + shared.offset + sum_warps(shared, lane, lane < warp);
+#if MARK
+    const u32 block_offset = before + shared.offset, block_count = sum_warps(shared, lane, lane < WARPS);
+    // What the list has no room for can wait in the places of the result: each is read before it is written.
+    const bool is_listed = block_count <= MAX_LIST;
+#endif
     scores.each_tile([&](u32 start) {
         if (!RESIDENT)
             chosen = scores.bits(
@@ -415,7 +472,15 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
             u32 place = offset + (places[i / 4] >> (8 * (i % 4)) & 255u);
             const u32 at = scores.slice.position(start + i, lane);
             while (four != 0) {
-                out[place++] = slot_of(block_table, at + __ffs((int)four) - 1);
+                const u32 position = at + __ffs((int)four) - 1;
+#if MARK
+                if (is_listed)
+                    shared.list[place++ - block_offset] = (int)position;
+                else
+                    out[place++] = (int)position;
+#else
+                out[place++] = slot_of(block_table, position);
+#endif
                 four &= four - 1;
             }
             offset += totals[i / 4] >> (8 * (i % 4)) & 255u;
@@ -425,10 +490,17 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     const u32 threshold_key = (u32)(threshold >> POSITION_BITS);
     if (rank == 0 && thread == 0) {
         const float score = score_of(threshold_key == KEY_NAN ? KEY_MINUS_INF : threshold_key);
-        kth[row] = score;
+        if (!MARK) kth[row] = score;
         if (update_predicted && length > k && threshold_key > KEY_MINUS_INF && threshold_key < KEY_PLUS_INF) {
             predicted[row] = prediction == prediction ? 0.5f * prediction + 0.5f * score : score;
         }
     }
+#if MARK
+    __syncthreads();
+    mark_entries<MAX_LIST / THREADS>(marks, selected_count, row * k + block_offset, block_count,
+                                     [&](u32 i) {
+        return slot_of(block_table, (u32)(is_listed ? shared.list[i] : out[block_offset + i]));
+    });
+#endif
     cluster_wait();  // a block's shared memory must outlive the others' reads
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from echo_batch.kernels.cache_layout import (
     EVICTED,
     FAILED,
+    FALLBACKS,
     FREE,
     MISSING,
     OFFLOADED,
@@ -21,6 +22,7 @@ from echo_batch.kernels.cache_layout import (
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.reference.rows import write_index_keys
+from echo_batch.kernels.reference.topk import topk_positions
 
 
 def begin_step(maps: GroupMaps, step: Tensor, *, num_reserved: int = 0) -> None:
@@ -74,6 +76,30 @@ def resolve(
     copy_rows(host_rows, missing, gpu_rows, new_rows, None)
     rows = torch.where(selected >= 0, maps.host_to_gpu[0, selected.clamp(min=0)], -1)
     return Resolution(rows, missing, new_rows)
+
+
+def resolve_topk(
+    maps: GroupMaps,
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor,
+    block_table: Tensor,
+    step: Tensor,
+    host_rows: Tensor,
+    gpu_rows: Tensor,
+    *,
+    skip: int | None = None,
+) -> Resolution:
+    """`resolve` of the slots that `topk.topk_positions` selects, for versions that do both at once.
+
+    scores fp32 [B, S], lengths int32 [B], block_table int32 [B, max_blocks]; predicted fp32 [B] is updated in place.
+    """
+    fallbacks = maps.totals[0, FALLBACKS : FALLBACKS + 1]
+    selected, _ = topk_positions(
+        scores, lengths, k, predicted, update=True, block_table=block_table, fallback_count=fallbacks
+    )
+    return resolve(maps, selected, step, host_rows, gpu_rows, skip=skip)
 
 
 def warm(maps: GroupMaps, slots: Tensor, step: Tensor) -> Tensor:

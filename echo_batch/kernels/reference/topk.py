@@ -22,6 +22,7 @@ def topk_positions(
     *,
     update: bool = False,
     block_table: Tensor | None = None,
+    fallback_count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k candidates of each row that come first by (score descending, position ascending).
 
@@ -32,7 +33,13 @@ def topk_positions(
     predicted fp32 [T], the expected k-th score of each row (NaN: unknown), changes no result: fast versions are faster
     with a good one. With `update` it is updated in place for the next step (`update_prediction`). With `block_table`
     int32 [T, max_blocks] the first result holds the token slots of the positions (`positions_to_slots`).
+
+    fallback_count int32 [1], if given: increased by the number of rows longer than k that the prediction did not serve.
+    These are the rows without a finite one and, in fast versions, those whose prediction was too far off.
     """
+    if fallback_count is not None:
+        is_served = torch.zeros_like(lengths, dtype=torch.bool) if predicted is None else predicted.isfinite()
+        fallback_count += (~is_served & (lengths.clamp(max=scores.shape[1]) > k)).sum()
     num_rows, width = scores.shape
     positions = torch.full((num_rows, k), -1, dtype=torch.int32, device=scores.device)
     kth = torch.full((num_rows,), float("-inf"), device=scores.device)

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from echo_batch.kernels import cache_layout as layout
-from echo_batch.kernels.contracts import GroupMaps, Resolution
+from echo_batch.kernels.contracts import GroupMaps, Marked, Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.triton.cache_kernels import (
     append_kernel,
@@ -90,48 +90,43 @@ def resolve(
     `skip`: candidates that others have taken; default: one per batch row, for the appended tokens.
     The lists of misses have room for all entries; `miss_count` is valid until the next `begin_step`.
     """
-    assert maps.priority.shape[0] == 1 and selected.is_contiguous(), (maps.priority.shape, selected.stride())
-    rows = torch.empty_like(selected)
-    miss_slots, miss_rows = _mark_and_place(
-        maps,
-        selected,
-        rows,
-        step,
-        host_rows,
-        gpu_rows,
-        miss_count=maps.counts[0, layout.MISSING :],
-        listed_count=maps.counts[0, layout.NUM_LISTED :],
-        skip=selected.shape[0] if skip is None else skip,
-        warm=False,
-        max_delay=max_delay,
+    miss_count = maps.counts[0, layout.MISSING :]
+    marked = _mark(maps, selected, step, miss_count, warm=False, max_delay=max_delay)
+    skip = selected.shape[0] if skip is None else skip
+    return place(maps, marked, step, host_rows, gpu_rows, skip=skip, max_delay=max_delay)
+
+
+def place(
+    maps: GroupMaps,
+    marked: Marked,
+    step: Tensor,
+    host_rows: Tensor,
+    gpu_rows: Tensor,
+    *,
+    skip: int,
+    max_delay: int = 0,
+) -> Resolution:
+    """Boundary B of resolve: rows for the misses of `marked`, whose `rows` it completes. One launch."""
+    miss_count = maps.counts[0, layout.MISSING :]
+    listed_count = maps.counts[0, layout.NUM_LISTED :]
+    miss_rows = _place(
+        maps, marked, step, host_rows, gpu_rows, miss_count, listed_count, skip=skip, warm=False, max_delay=max_delay
     )
-    return Resolution(rows, miss_slots, miss_rows, maps.counts[0, layout.MISSING : layout.MISSING + 1])
+    return Resolution(marked.rows, marked.miss_slots, miss_rows, miss_count[:1])
 
 
 def warm(maps: GroupMaps, slots: Tensor, step: Tensor) -> Tensor:
     """See the reference. Also lists the free rows anew, which `begin_step` does again."""
-    rows = torch.empty_like(slots)
     if slots.shape[0] == 0:
-        return rows
+        return torch.empty_like(slots)
     num_warmed = maps.counts[0, layout.NUM_WARMED :]
     num_warmed[:1].zero_()
     num_free = maps.age_bins[0, 1, layout.AGE_BINS - 1 :]
     num_free.zero_()
     _list(maps, step, only_free=True)
-    _mark_and_place(
-        maps,
-        slots,
-        rows,
-        step,
-        None,
-        None,
-        miss_count=num_warmed,
-        listed_count=num_free,
-        skip=0,
-        warm=True,
-        max_delay=0,
-    )
-    return rows
+    marked = _mark(maps, slots, step, num_warmed, warm=True, max_delay=0)
+    _place(maps, marked, step, None, None, num_warmed, num_free, skip=0, warm=True, max_delay=0)
+    return marked.rows
 
 
 def release(maps: GroupMaps, blocks: Tensor) -> None:
@@ -183,23 +178,12 @@ def _list(maps: GroupMaps, step: Tensor, *, only_free: bool) -> None:
     )
 
 
-def _mark_and_place(
-    maps: GroupMaps,
-    selected: Tensor,
-    rows: Tensor,
-    step: Tensor,
-    host_rows: Tensor | None,
-    gpu_rows: Tensor | None,
-    *,
-    miss_count: Tensor,
-    listed_count: Tensor,
-    skip: int,
-    warm: bool,
-    max_delay: int,
-) -> tuple[Tensor, Tensor]:
-    """Both boundaries of a resolve (or of a warm start, which copies nothing); returns miss_slots and miss_rows."""
+def _mark(maps: GroupMaps, selected: Tensor, step: Tensor, miss_count: Tensor, *, warm: bool, max_delay: int) -> Marked:
+    """Boundary A of a resolve (or of a warm start, which protects nothing)."""
+    assert maps.priority.shape[0] == 1 and selected.is_contiguous(), (maps.priority.shape, selected.stride())
     n = selected.numel()
-    miss_slots, miss_entries, miss_rows = torch.empty((3, n), dtype=torch.int32, device=selected.device)
+    rows = torch.empty_like(selected)
+    miss_slots, miss_entries = torch.empty((2, n), dtype=torch.int32, device=selected.device)
     mark_kernel[(triton.cdiv(n, MARK_ENTRIES),)](
         selected,
         rows,
@@ -216,12 +200,31 @@ def _mark_and_place(
         E=MARK_ENTRIES,
         num_warps=1,
     )
-    host_words, words = (rows, 1) if host_rows is None else row_words(host_rows)
-    gpu_words = rows if gpu_rows is None else row_words(gpu_rows)[0]
+    return Marked(rows, miss_slots, miss_entries)
+
+
+def _place(
+    maps: GroupMaps,
+    marked: Marked,
+    step: Tensor,
+    host_rows: Tensor | None,
+    gpu_rows: Tensor | None,
+    miss_count: Tensor,
+    listed_count: Tensor,
+    *,
+    skip: int,
+    warm: bool,
+    max_delay: int,
+) -> Tensor:
+    """Boundary B of a resolve (or of a warm start, which copies nothing); returns miss_rows."""
+    n = marked.miss_slots.shape[0]
+    miss_rows = torch.empty_like(marked.miss_slots)
+    host_words, words = (marked.rows, 1) if host_rows is None else row_words(host_rows)
+    gpu_words = marked.rows if gpu_rows is None else row_words(gpu_rows)[0]
     place_kernel[(min(n, PLACE_PROGRAMS),)](
-        rows,
-        miss_slots,
-        miss_entries,
+        marked.rows,
+        marked.miss_slots,
+        marked.miss_entries,
         miss_rows,
         miss_count,
         host_words,
@@ -244,4 +247,4 @@ def _mark_and_place(
         W=WINDOW_ROWS,
         num_warps=1,
     )
-    return miss_slots, miss_rows
+    return miss_rows

@@ -69,18 +69,21 @@ def _choose(keys, kth, num_equal_wanted, equal_before):
     return (keys > kth) | (equal & (equal_rank <= num_equal_wanted)), tl.sum(equal.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fallback_ptr"])
 def _select_kernel(
     scores_ptr,
     row_stride,
     lengths_ptr,
+    predicted_ptr,
     keys_ptr,
     positions_ptr,
     counts_ptr,
     out_ptr,
     kth_ptr,
+    fallback_ptr,
     k,
     num_chunks,
+    HAS_FALLBACK: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_P2: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
@@ -102,7 +105,12 @@ def _select_kernel(
         kth = tl.full((), -2147483648, tl.int32)
         low = tl.full((), -2147483647, tl.int64)  # at least k keys are >= low
         high = tl.full((), 2147483648, tl.int64)  # fewer than k keys are >= high
-        if (total >= k) & (total <= MAX_CANDIDATES):
+        is_served = (total >= k) & (total <= MAX_CANDIDATES)
+        if HAS_FALLBACK:
+            predicted = tl.load(predicted_ptr + row)
+            if (length > k) & ((is_served == 0) | (predicted != predicted) | (tl.abs(predicted) == float("inf"))):
+                tl.atomic_add(fallback_ptr, 1, sem="relaxed")
+        if is_served:
             # Candidate i of the row lies behind all the padding of the chunks that end at or before i.
             candidate = tl.arange(0, MAX_CANDIDATES)
             address = (row.to(tl.int64) * num_chunks) * CHUNK + candidate
@@ -176,12 +184,14 @@ def topk_positions(
     *,
     update: bool = False,
     block_table: Tensor | None = None,
+    fallback_count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As reference.topk.topk_positions, with an optional prediction that only makes it faster (design: top-k).
 
     scores fp32 [T, S] (unit stride in a row), lengths int32 [T], predicted fp32 [T]: the expected k-th score of each
     row, NaN where unknown. With `update`, predicted is updated in place as by `update_prediction`. Returns positions
-    int32 [T, k] ascending, then -1 (their token slots with `block_table`); kth fp32 [T].
+    int32 [T, k] ascending, then -1 (their token slots with `block_table`); kth fp32 [T]. `fallback_count`: also counts
+    rows that were searched as a whole.
     """
     num_rows, width = scores.shape
     assert scores.dtype == torch.float32 and lengths.dtype == torch.int32 and scores.stride(1) == 1
@@ -215,13 +225,16 @@ def topk_positions(
         scores,
         scores.stride(0),
         lengths,
+        threshold,
         keys[0],
         keys[1],
         counts,
         positions,
         kth,
+        counts if fallback_count is None else fallback_count,
         k,
         num_chunks,
+        HAS_FALLBACK=fallback_count is not None,
         CHUNK=_CHUNK,
         CHUNKS_P2=triton.next_power_of_2(num_chunks),
         MAX_CANDIDATES=min(_MAX_CANDIDATES, triton.next_power_of_2(num_chunks * _CHUNK)),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echo_batch.kernels.cuda.indexer import SCORES_ONLY, WITH_PREFETCH
-from echo_batch.kernels.cuda.topk import choose_instance
+from echo_batch.kernels.cuda.topk import choose_instance, instance_defines
 
 nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
@@ -26,18 +26,11 @@ def compile_source(name: str, defines: dict[str, int], out: Path) -> str:
 
 
 @nvcc
+@pytest.mark.parametrize("mark", [False, True])
 @pytest.mark.parametrize(("num_rows", "width"), [(13, 98304), (18, 98432), (32, 196608), (3, 1 << 20)])
-def test_topk(num_rows: int, width: int, tmp_path: Path) -> None:
+def test_topk(num_rows: int, width: int, mark: bool, tmp_path: Path) -> None:
     instance = choose_instance(num_rows, width)
-    defines = dict(
-        CLUSTER=8,
-        THREADS=instance.threads,
-        MIN_BLOCKS=instance.min_blocks,
-        MAX_CHUNKS=instance.chunks,
-        RESIDENT=int(instance.resident),
-        IN_SHARED=int(instance.in_shared),
-        ALIGNED=1,
-    )
+    defines = instance_defines(instance, aligned=True, mark=mark)
     report = compile_source("topk.cu", defines, tmp_path / "topk.cubin")
     assert "registers" in report
     if instance.in_shared and instance.chunks <= 8:
