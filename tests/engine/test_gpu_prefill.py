@@ -303,7 +303,7 @@ def test_decode_goes_on_where_prefill_ends(model: Model) -> None:
     found, usual = ([distance(a, b) for a, b in zip(x, expected.exact.logits)] for x in (logits, rounded))
     print(f"logits {[f'{d:.1e}' for d in found]} of {[f'{d:.1e}' for d in usual]}")
     assert sorted(found)[len(found) // 2] <= 2 * MARGIN * sorted(usual)[len(usual) // 2] + LAYER_0
-    assert max(found) < 0.5  # unrelated logits: 1
+    assert max(found) <= max(0.5, MARGIN * max(usual))  # unrelated logits: 1
 
 
 def test_float32_decode_goes_on_where_prefill_ends(float32_model: Model) -> None:
