@@ -268,8 +268,9 @@ def moe_cases(libraries: GpuLibraries) -> Iterator[Case]:
             continue
         case = f"T={tokens}"
         yield "router", case, "triton", [partial(moe.route, logits, bias, 8, 4, 8, True, 2.5)], 0.0, 0.0
-        place = [partial(moe_layout.expert_rows, experts, num_experts, rows_per_expert=128)]
-        yield "expert rows", case, "triton", place, 0.0, 0.0
+        fp8 = (activation.quantized, activation.scale)
+        place = [partial(moe_layout.dispatch_masked, *fp8, experts, num_experts, 128)]
+        yield "dispatch", case, "triton", place, 0.0, 0.0
         partials = torch.randn(tokens * 8, HIDDEN, device="cuda", dtype=BF16)
         order = torch.arange(tokens * 8, dtype=torch.int32, device="cuda").view(tokens, 8)
         combine = [partial(parts.add_parts, ExpertParts(partials, order, weights, None, BF16))]

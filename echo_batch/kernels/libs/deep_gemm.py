@@ -15,7 +15,7 @@ from torch import Tensor
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.parts import ExpertParts, Result
-from echo_batch.kernels.triton.moe_layout import dispatch, expert_rows, swiglu_quantize_rows
+from echo_batch.kernels.triton.moe_layout import dispatch, dispatch_masked, expert_rows, swiglu_quantize_rows
 from echo_batch.kernels.triton.quant import quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 
@@ -140,9 +140,13 @@ class DeepGemm:
         num_experts, inner = gate_up.shape[0], down.shape[2]
         masked = num_tokens <= MAX_MASKED_TOKENS
         per_expert = -(-num_tokens // _ROWS_PER_BLOCK) * _ROWS_PER_BLOCK if masked else 0
-        alignment = 0 if masked else self.module.get_mk_alignment_for_contiguous_layout()
-        rows = expert_rows(experts.contiguous(), num_experts, rows_per_expert=per_expert, alignment=alignment)
-        values, scale = dispatch(*quantized(x, gate_up.ue8m0), rows, per_expert)
+        values, scale = quantized(x, gate_up.ue8m0)
+        if masked:
+            rows, values, scale = dispatch_masked(values, scale, experts.contiguous(), num_experts, per_expert)
+        else:
+            alignment = self.module.get_mk_alignment_for_contiguous_layout()
+            rows = expert_rows(experts.contiguous(), num_experts, alignment=alignment)
+            values, scale = dispatch(values, scale, rows)
         # A constant for the shape: the launch must not depend on the routing.
         expected = max(1, min(num_tokens, experts.numel() // num_experts))
         hidden = torch.empty(rows.num_rows, 2 * inner, dtype=x.values.dtype, device=device)

@@ -92,13 +92,14 @@ def _kv_part(
 ):
     """Norm of the latent, rotation of the rope part, packing of one token's KV row."""
     column = tl.arange(0, LATENT)
-    half = tl.arange(0, ROPE // 2)
-    x = _load_rounded(x_ptr + column, part_stride, column < LATENT, dtype, NUM_PARTS)
-    weight = tl.load(weight_ptr + column).to(tl.float32)
-    latent = _rms(x, weight, tl.full((), LATENT, tl.float32), eps).to(dtype).to(tl.float32)
     lane = tl.arange(0, ROPE)
+    half = tl.arange(0, ROPE // 2)
+    # All loads first: none is moved over the barriers of a reduction.
+    x = _load_rounded(x_ptr + column, part_stride, column < LATENT, dtype, NUM_PARTS)
     rope = _load_rounded(x_ptr + LATENT + lane, part_stride, lane < ROPE, dtype, NUM_PARTS)
+    weight = tl.load(weight_ptr + column).to(tl.float32)
     cos, sin = tl.load(cos_ptr + half)[None, :], tl.load(sin_ptr + half)[None, :]
+    latent = _rms(x, weight, tl.full((), LATENT, tl.float32), eps).to(dtype).to(tl.float32)
     rope = rotate(tl.reshape(rope, (1, ROPE)), cos, sin, INTERLEAVED, 1, ROPE // 2)
     rope = tl.reshape(rope, (ROPE,)).to(dtype).to(tl.float32)
     store_kv_row(row_ptr, latent, rope, True, FORMAT, LATENT, ROPE)
@@ -126,15 +127,16 @@ def _key_part(
     """LayerNorm, rotation, Hadamard (fp8 only) and packing of one token's index key."""
     column = tl.arange(0, DIM)
     half = tl.arange(0, ROPE // 2)
+    # All loads first, as in `_kv_part`.
     x = _load_rounded(x_ptr + column, part_stride, column < DIM, dtype, NUM_PARTS)
+    weight, bias = tl.load(weight_ptr + column), tl.load(bias_ptr + column)
+    cos, sin = tl.load(cos_ptr + half)[None, :], tl.load(sin_ptr + half)[None, :]
     count = tl.full((), DIM, tl.float32)
     centered = x - tl.math.div_rn(tl.sum(x, 0), count)
     variance = tl.math.div_rn(tl.sum(centered * centered, 0), count)
-    normed = centered * tl.math.rsqrt(variance + eps) * tl.load(weight_ptr + column)
-    normed = (normed + tl.load(bias_ptr + column)).to(dtype).to(tl.float32)
+    normed = (centered * tl.math.rsqrt(variance + eps) * weight + bias).to(dtype).to(tl.float32)
     # Rows of the tile beyond the first are copies: tl.dot wants at least 16.
     tile = tl.broadcast_to(normed[None, :], (16, DIM))
-    cos, sin = tl.load(cos_ptr + half)[None, :], tl.load(sin_ptr + half)[None, :]
     tile = rotate_first(tile, cos, sin, INTERLEAVED, 16, ROPE, DIM).to(dtype)
     row = tl.arange(0, 16)
     is_first = (row == 0)[:, None]

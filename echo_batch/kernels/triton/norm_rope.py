@@ -45,6 +45,8 @@ def _rms_norm_kernel(
     column = tl.arange(0, WIDTH_P2)
     inside = column < width
     dtype = hidden_ptr.dtype.element_ty
+    # All loads first: none is moved over a store or the barriers of a reduction.
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(hidden_ptr + row * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
     if NUM_PARTS > 0:
         delta = load_sum(delta_ptr + row * delta_stride + column, delta_part_stride, inside, NUM_PARTS)
@@ -56,7 +58,6 @@ def _rms_norm_kernel(
         x += delta.to(dtype).to(tl.float32)
     if NUM_PARTS + NUM_SLOTS > 0:
         tl.store(sum_ptr + row * width + column, x.to(dtype), mask=inside)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     mean_square = tl.math.div_rn(tl.sum(x * x, 0), width.to(tl.float32))
     normed = (weight * (x * tl.math.rsqrt(mean_square + eps))).to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + row * width + column, normed, mask=inside)

@@ -25,6 +25,7 @@ from echo_batch.kernels.triton import (
     fused,
     linear,
     moe,
+    moe_layout,
     norm_rope,
     parts,
     quant,
@@ -136,6 +137,9 @@ def decode_ops(num_tokens: int) -> None:
         out = moe.routed_experts(x, chosen, router_weights, *stacks, addend=addend, dtype=BF16)
         norm_rope.norm_activation(zeros(t, hidden), out, fp32[hidden], 1e-6, True)
     parts.add_parts(out)
+    assert x.quantized is not None and x.scale is not None
+    placed, _, _ = moe_layout.dispatch_masked(x.quantized, x.scale, chosen, 9, 128)
+    moe_layout.swiglu_quantize_rows(zeros(placed.num_rows, 2 * inner), placed, 128, ue8m0=True)
     quant.swiglu_quantized(zeros(t, 2 * hidden), ue8m0=True)
     tokens, finite = sampling.greedy_sample(zeros(t, 5000, dtype=torch.float32))
     sampling.advance_rows(

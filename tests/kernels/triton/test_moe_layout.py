@@ -5,7 +5,7 @@ import torch
 
 from echo_batch.kernels.reference.moe import swiglu
 from echo_batch.kernels.reference.quant import dequantize_groups, quantize_groups
-from echo_batch.kernels.triton.moe_layout import dispatch, expert_rows, swiglu_quantize_rows
+from echo_batch.kernels.triton.moe_layout import dispatch, dispatch_masked, expert_rows, swiglu_quantize_rows
 from tests.kernels.triton.common import DEVICE, difference, randn
 
 NUM_EXPERTS = 5
@@ -18,10 +18,14 @@ def pairs(num_tokens: int) -> torch.Tensor:
     return experts.to(torch.int32).to(DEVICE)
 
 
+def tokens(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize_groups(randn(num_tokens, 384, seed=1), ue8m0=True)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 9, 400])
 def test_masked(num_tokens: int) -> None:
     experts = pairs(num_tokens)
-    rows = expert_rows(experts, NUM_EXPERTS, rows_per_expert=512)
+    rows, _, _ = dispatch_masked(*tokens(num_tokens), experts, NUM_EXPERTS, 512)
     flat = experts.flatten().cpu()
     assert rows.experts_of_rows.tolist() == [int((flat == e).sum()) for e in range(NUM_EXPERTS)]
     for expert in range(NUM_EXPERTS):
@@ -49,15 +53,18 @@ def test_contiguous(num_tokens: int) -> None:
 @pytest.mark.parametrize("masked", [True, False])
 def test_dispatch_and_swiglu(masked: bool) -> None:
     experts = pairs(9)
+    values, scale = tokens(9)
     per_expert = 128 if masked else 0
-    rows = expert_rows(experts, NUM_EXPERTS, rows_per_expert=per_expert, alignment=0 if masked else 128)
-    values, scale = quantize_groups(randn(9, 384, seed=1), ue8m0=True)
-    out, out_scale = dispatch(values, scale, rows, per_expert)
+    if masked:
+        rows, out, out_scale = dispatch_masked(values, scale, experts, NUM_EXPERTS, per_expert)
+    else:
+        rows = expert_rows(experts, NUM_EXPERTS, alignment=128)
+        out, out_scale = dispatch(values, scale, rows)
     used = rows.row_of_pair >= 0
     at = rows.row_of_pair[used].long()
-    tokens = torch.arange(27, device=DEVICE)[used] // 3
-    assert torch.equal(out.view(torch.uint8)[at], values.view(torch.uint8)[tokens])
-    assert torch.equal(out_scale.reshape(-1, 3)[at], scale[tokens])
+    token = torch.arange(27, device=DEVICE)[used] // 3
+    assert torch.equal(out.view(torch.uint8)[at], values.view(torch.uint8)[token])
+    assert torch.equal(out_scale.reshape(-1, 3)[at], scale[token])
     assert out_scale.stride()[-2:] == (1, 128 if masked else rows.num_rows)
 
     gate_up = randn(rows.num_rows, 512, seed=2, dtype=torch.bfloat16)
