@@ -70,3 +70,10 @@ template <typename T>
 static __device__ __forceinline__ T look(const T* pointer) {
     return *(const volatile T*)pointer;
 }
+
+// Between a kernel and the next one on its stream, if that was launched to overlap (runtime.py): its blocks may take the
+// place of blocks of this kernel that have ended.
+static __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// All blocks of the kernel before have ended, and what they wrote can be read. At once if there was no overlap.
+static __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -494,6 +494,7 @@ index_scores(const u8* __restrict__ query, const float* __restrict__ weights, co
     if ((PREFETCH > 0 || LISTS) && threadIdx.x == 0)
         shared.done = 0, shared.listed = 0, shared.first_row = batch, shared.last_row = 0;
     const Share share = share_of_block(lengths, batch, first_block, end_block);
+    if (LISTS) let_next_start();  // the top-k, whose blocks do not fit beside this one's
     __syncthreads();
     if (warp < CONSUMER_WARPS) {
         const List list = {entries + (long long)blockIdx.x * capacity, capacity, headers + blockIdx.x};

@@ -82,14 +82,33 @@ def load_kernel(
 
 
 def launch(
-    kernel: Kernel, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[tuple[Argument, Any]]
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    num_threads: int,
+    arguments: Sequence[tuple[Argument, Any]],
+    *,
+    overlap: bool = False,
 ) -> None:
-    """Launch on the current stream. `arguments`: (tensor, number or None for a null pointer; its ctypes type)."""
+    """Launch on the current stream. `arguments`: (tensor, number or None for a null pointer; its ctypes type).
+
+    With `overlap` its blocks may start as soon as all blocks of the kernel launched before allow it; then it must wait
+    for that kernel (`wait_for_previous` of hopper.cuh) before it touches anything that others write or read.
+    """
     from cuda.bindings import driver
 
     values = tuple(value.data_ptr() if isinstance(value, Tensor) else value or 0 for value, _ in arguments)
     types = tuple(kind for _, kind in arguments)
     stream = torch.cuda.current_stream().cuda_stream
+    if overlap:
+        attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+        config.sharedMemBytes, config.hStream = kernel.shared_bytes, driver.CUstream(stream)
+        config.attrs, config.numAttrs = [attribute], 1
+        _check(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0))
+        return
     _check(
         driver.cuLaunchKernel(
             kernel.function, *grid, num_threads, 1, 1, kernel.shared_bytes, stream, (values, types), 0

@@ -275,6 +275,9 @@ topk_lists(const float* __restrict__ all_scores, long long row_stride, u32 width
     u32* const bitmap = reinterpret_cast<u32*>(kept + MAX_ENTRIES);                                // of all positions
     const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const u32 row = blockIdx.x;
+    for (u32 i = thread; i < (width + 31) / 32; i += THREADS) bitmap[i] = 0;
+    prepare(shared);
+    wait_for_previous();
     uint4 header[MAX_LISTS / 32];  // as Header; on its way before anything is waited for
     if (warp == 0) {
 #pragma unroll
@@ -294,9 +297,6 @@ topk_lists(const float* __restrict__ all_scores, long long row_stride, u32 width
         return;
     }
 
-    const u32 num_words = (length + 31) / 32;
-    for (u32 i = thread; i < num_words; i += THREADS) bitmap[i] = 0;
-    prepare(shared);
     if (warp == 0) {  // Which lists may hold scores of this row.
         u32 total = 0, num = 0;
         bool complete = true;
@@ -398,6 +398,7 @@ topk_lists(const float* __restrict__ all_scores, long long row_stride, u32 width
     __syncthreads();
 
     // List the bitmap's positions: a warp has as many words as any other, a lane every 32nd of them.
+    const u32 num_words = (length + 31) / 32;
     const u32 words_each = (num_words + THREADS - 1) / THREADS, first_word = warp * words_each * 32 + lane;
     u32 warp_count = 0;
     for (u32 i = 0; i < words_each; ++i) {

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from echo_batch.kernels import cache_layout as layout
+from echo_batch.kernels.contracts import GroupMaps, Marked
 from echo_batch.kernels.cuda.runtime import INT64, POINTER, UINT32, Argument, launch, load_kernel
 from echo_batch.kernels.cuda.topk import MAX_WIDTH
 from echo_batch.kernels.score_lists import MAX_ENTRIES, MAX_ROWS, MAX_TOPK, ScoreLists
@@ -35,15 +37,62 @@ def topk_lists(
     block_table: Tensor | None = None,
     num_whole: Tensor | None = None,
     threads: int = THREADS,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As reference.topk_lists.topk_lists for what it `supports`. num_whole int32 [1]: gets the number of rows that were
-    longer than k and not selected from their lists added."""
+    """As reference.topk_lists.topk_lists for what it `supports`.
+
+    num_whole: int32. `overlap`: the kernel launched before is what wrote the lists; blocks may start as its blocks end.
+    """
     num_rows, _ = scores.shape
     positions = torch.empty(num_rows, k, dtype=torch.int32, device=scores.device)
     kth = torch.empty(num_rows, dtype=torch.float32, device=scores.device)
     marks: tuple[tuple[Argument, type], ...] = ((None, POINTER),) * 7
-    _launch(scores, lengths, k, predicted, margins, lists, positions, kth, block_table, num_whole, marks, threads)
+    _launch(
+        scores, lengths, k, predicted, margins, lists, positions, kth, block_table, num_whole, marks, threads, overlap
+    )
     return positions, kth
+
+
+def mark_topk_lists(
+    maps: GroupMaps,
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor,
+    margins: Tensor,
+    lists: ScoreLists,
+    block_table: Tensor,
+    step: Tensor,
+    *,
+    max_delay: int = 0,
+    threads: int = THREADS,
+    overlap: bool = False,
+) -> Marked:
+    """The slots that `topk_lists` selects, looked up in the maps of one group: boundary A of resolve.
+
+    In the same launch. Rows that were not selected from their lists count as fallbacks. `max_delay`: clock cycles that
+    warps wait before the look-up at most (tests of races). `overlap`: as of `topk_lists`.
+    """
+    num_rows = scores.shape[0]
+    assert maps.priority.shape[0] == 1 and num_rows * k < 1 << 31, (maps.priority.shape, num_rows)
+    rows = torch.empty(num_rows, k, dtype=torch.int32, device=scores.device)
+    miss_slots, miss_entries = torch.empty(2, num_rows * k, dtype=torch.int32, device=scores.device)
+    counts = maps.counts[0]
+    num_whole = counts[layout.FALLBACKS :]
+    marks = (
+        (miss_slots, POINTER),
+        (miss_entries, POINTER),
+        (counts[layout.MISSING :], POINTER),
+        (counts[layout.SELECTED :], POINTER),
+        (maps.priority, POINTER),
+        (maps.host_to_gpu, POINTER),
+        (step, POINTER),
+    )
+    _launch(
+        scores, lengths, k, predicted, margins, lists, rows, None, block_table, num_whole, marks, threads, overlap,
+        max_delay,
+    )  # fmt: skip
+    return Marked(rows, miss_slots, miss_entries)
 
 
 def _launch(
@@ -59,6 +108,8 @@ def _launch(
     num_whole: Tensor | None,
     marks: tuple[tuple[Argument, type], ...],
     threads: int,
+    overlap: bool,
+    max_delay: int = 0,
 ) -> None:
     num_rows, width = scores.shape
     num_lists, capacity, _ = lists.entries.shape
@@ -82,7 +133,7 @@ def _launch(
             ("MAX_LISTS", -(-num_lists // 32) * 32),
             ("ALIGNED", int(is_aligned)),
             ("MARK", int(marks[0][0] is not None)),
-            ("MAX_DELAY", 0),
+            ("MAX_DELAY", max_delay),
         ),
         shared_bytes(width, k),
         scores.device.index,
@@ -110,4 +161,5 @@ def _launch(
             (num_whole, POINTER),
             *marks,
         ),
+        overlap=overlap,
     )

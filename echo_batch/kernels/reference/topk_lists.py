@@ -48,18 +48,22 @@ def topk_lists(
     lists: ScoreLists,
     *,
     block_table: Tensor | None = None,
+    num_whole: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `topk.topk_positions` with update=True, which it equals whatever `predicted` and `margins` hold.
 
     `lists` were made from the same scores, lengths, `predicted` and `margins` (`fill_lists`); k up to MAX_TOPK. Fast
     versions select from them where a row's lists are complete and hold k of its scores, else from the scores.
 
-    margins fp32 [B] are updated in place, so that the next lists hold about 2 k scores of a row: see `update_margins`.
+    num_whole [1], if given: increased by the number of rows longer than k that are not. margins fp32 [B] are updated in
+    place, so that the next lists hold about 2 k scores of a row: see `update_margins`.
     """
     assert 0 < k <= MAX_TOPK, k
     before = predicted.clone()
     result = topk_positions(scores, lengths, k, predicted, update=True, block_table=block_table)
     num_listed, complete = count_listed(lists, scores.shape[0])
+    if num_whole is not None:
+        num_whole += ((lengths.clamp(max=scores.shape[1]) > k) & ~(complete & (num_listed >= k))).sum()
     update_margins(margins, scores, lengths, k, result[1], before, num_listed, complete)
     return result
 

@@ -15,9 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from echo_batch.kernels.cache_layout import MISSING, SELECTED
+from echo_batch.kernels.contracts import Marked
 from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
 from echo_batch.kernels.reference.topk_lists import count_listed, topk_lists
 from echo_batch.kernels.score_lists import MAX_TOPK, ScoreLists
+from tests.kernels.marked import STEP, check_marked, make_selection
 from tests.kernels.score_lists_scenario import bounds, split_lists
 from tests.kernels.triton.test_topk import KINDS, dirtied, scores_of
 
@@ -28,11 +31,13 @@ MAX_LISTS = 32
 LAUNCHER = """
 extern "C" void run(const float* scores, long long stride, u32 width, const int* lengths, float* predicted,
                     float* margins, u32 k, const void* entries, const void* headers, u32 num_lists, u32 capacity,
-                    int* rows, float* kth, const int* tables, long long table_stride, u32* num_whole, u32 num_rows) {
+                    int* rows, float* kth, const int* tables, long long table_stride, u32* num_whole, int* miss_slots,
+                    int* miss_entries, u32* miss_count, u32* selected_count, int* priority, int* host_to_gpu,
+                    const int* step, u32 num_rows) {
     launch(num_rows, THREADS, SHARED_BYTES + 4 * (k + 1) + 8 * MAX_ENTRIES + 4 * ((width + 31) / 32), [&] {
         topk_lists(scores, stride, width, lengths, predicted, margins, k, (const Entry*)entries, (const uint4*)headers,
-                   num_lists, capacity, rows, kth, tables, table_stride, num_whole, nullptr, nullptr, nullptr, nullptr,
-                   nullptr, nullptr, nullptr);
+                   num_lists, capacity, rows, kth, tables, table_stride, num_whole, miss_slots, miss_entries,
+                   miss_count, selected_count, priority, host_to_gpu, step);
     });
 }
 """
@@ -40,6 +45,7 @@ HEADERS = """
 typedef unsigned int u32;
 typedef unsigned long long u64;
 static uint4 load_row_vector(const uint4* from) { return *from; }
+static void wait_for_previous() {}
 static u64 min(u64 a, u64 b) { return a < b ? a : b; }
 """
 
@@ -48,7 +54,7 @@ def source_of(name: str) -> str:
     return importlib.resources.files("echo_batch.kernels.cuda").joinpath(name).read_text().replace("#pragma once", "")
 
 
-def build(directory: Path, *, threads: int, aligned: bool, max_entries: int) -> ctypes.CDLL:
+def build(directory: Path, *, threads: int, aligned: bool, max_entries: int, mark: bool = False) -> ctypes.CDLL:
     source = source_of("topk_lists.cu")
     dynamic = "extern __shared__ __align__(16) unsigned char shared_bytes[];"
     assert dynamic in source
@@ -56,12 +62,11 @@ def build(directory: Path, *, threads: int, aligned: bool, max_entries: int) -> 
     source = re.sub('#include "hopper.cuh"', HEADERS, source)
     for header in ("mark.cuh", "topk_keys.cuh"):
         source = source.replace(f'#include "{header}"', source_of(header))
-    name = f"topk_lists_{threads}_{aligned}_{max_entries}"
+    name = f"topk_lists_{threads}_{aligned}_{max_entries}_{mark}"
     code, library = directory / f"{name}.cpp", directory / f"{name}.so"
     code.write_text(f'#include "{Path(__file__).with_name("emulation.h")}"\n{source}\n{LAUNCHER}')
-    defines = dict(
-        THREADS=threads, MAX_ENTRIES=max_entries, MAX_LISTS=MAX_LISTS, ALIGNED=int(aligned), MARK=0, MAX_DELAY=0
-    )
+    defines = dict(THREADS=threads, MAX_ENTRIES=max_entries, MAX_LISTS=MAX_LISTS, MAX_DELAY=0)
+    defines |= dict(ALIGNED=int(aligned), MARK=int(mark))
     command = [str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread"]
     command += [f"-D{key}={value}" for key, value in defines.items()] + ["-o", str(library), str(code)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -85,6 +90,7 @@ def run(
     margins: Tensor,
     lists: ScoreLists,
     block_table: Tensor | None = None,
+    marks: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor, int]:
     num_rows, width = scores.shape
     num_lists, capacity, _ = lists.entries.shape
@@ -114,6 +120,7 @@ def run(
         pointer(block_table),
         ctypes.c_longlong(0 if block_table is None else block_table.stride(0)),
         pointer(num_whole),
+        *(pointer(tensor) for tensor in marks or (None,) * 7),
         ctypes.c_uint(num_rows),
     )
     return positions, kth, int(num_whole)
@@ -149,14 +156,14 @@ def test_same_as_reference(library: ctypes.CDLL, kind: str, monkeypatch: pytest.
             with_table = table if i % 2 else None
             dirty = dirtied(scores, lengths).cpu()
             positions, kth, num_whole = run(library, dirty, lengths, k, used, kept, lists, with_table)
-            expected, expected_kth = topk_lists(scores, lengths, k, predicted, margins, lists, block_table=with_table)
+            expected_whole = torch.zeros(1, dtype=torch.int32)
+            expected, expected_kth = topk_lists(
+                scores, lengths, k, predicted, margins, lists, block_table=with_table, num_whole=expected_whole
+            )
             assert torch.equal(positions, expected) and torch.equal(kth, expected_kth), (width, k, name)
             assert same(used, predicted) and same(kept, margins), (width, k, name)
-            num_listed, complete = count_listed(lists, 5)
-            num_long = int((lengths > k).sum())
-            num_usable = int(((lengths > k) & complete & (num_listed >= k)).sum())
-            assert num_whole == num_long - num_usable, (width, k, name)
-            num_listed_rows += num_usable
+            assert num_whole == int(expected_whole), (width, k, name)
+            num_listed_rows += int((lengths > k).sum()) - num_whole
     assert num_listed_rows > 0 or kind in ("zeros", "equal", "all_nan", "plus_inf", "nan", "minus_inf", "wide")
 
 
@@ -172,6 +179,26 @@ def test_with_as_many_bins_as_on_the_gpu(tmp_path: Path) -> None:
     expected, expected_kth = topk_lists(scores, lengths, 300, predicted, margins, lists)
     assert torch.equal(positions, expected) and torch.equal(kth, expected_kth)
     assert num_whole == 0
+
+
+@needs_compiler
+def test_look_up_in_the_maps(tmp_path: Path) -> None:
+    """Rows 0 and 1 miss the same slots; one row is selected from its list, others are short, empty or without one."""
+    library = build(tmp_path, threads=64, aligned=True, max_entries=512, mark=True)
+    before = make_selection([1200, 1200, 1190, 90, 0, 128], width=1280, k=128, hit_rate=0.6, seed=3)
+    margins = torch.full((6,), 0.1)
+    lists = split_lists(before.scores, before.lengths, before.predicted, margins, num_lists=9, capacity=200, seed=0)
+    assert int(count_listed(lists, 6)[0][0]) >= 128
+    after = before.to(torch.device("cpu"))
+    counts = after.maps.counts[0]
+    misses = torch.full((2, 6 * 128), -7, dtype=torch.int32)
+    marks = (misses[0], misses[1], counts[MISSING:], counts[SELECTED:])
+    marks += (after.maps.priority, after.maps.host_to_gpu, torch.tensor([STEP], dtype=torch.int32))
+    rows, _, num_whole = run(
+        library, after.scores, after.lengths, 128, after.predicted, margins, lists, after.block_table, marks
+    )
+    check_marked(before, after, Marked(rows, *misses))
+    assert 0 < num_whole < 3
 
 
 def test_a_block_has_the_shared_memory_that_it_needs() -> None:

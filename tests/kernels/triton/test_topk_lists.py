@@ -8,13 +8,14 @@ from torch import Tensor
 
 from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda import runtime
-from echo_batch.kernels.cuda.topk_lists import topk_lists
+from echo_batch.kernels.cuda.topk_lists import mark_topk_lists, topk_lists
 from echo_batch.kernels.reference import rows
 from echo_batch.kernels.reference.topk import topk_positions
-from echo_batch.kernels.reference.topk_lists import count_listed, fill_lists
+from echo_batch.kernels.reference.topk_lists import fill_lists
 from echo_batch.kernels.reference.topk_lists import topk_lists as reference
 from echo_batch.kernels.score_lists import COUNT, FIRST_ROW, LAST_ROW, POSITION_BITS, ScoreLists, make_score_lists
 from echo_batch.kernels.triton import cache_ops, indexer_prefetch
+from tests.kernels.marked import STEP, check_marked, fallbacks, make_selection
 from tests.kernels.prefetch_scenario import FP8, Scenario, check_step
 from tests.kernels.score_lists_scenario import bounds, split_lists
 from tests.kernels.triton.common import DEVICE, randn
@@ -61,13 +62,14 @@ def test_same_as_reference(kind: str, threads: int) -> None:
                 num_whole=num_whole,
                 threads=threads,
             )
-            expected, expected_kth = reference(scores, lengths, k, predicted, margins, lists, block_table=with_table)
+            expected_whole = torch.zeros(1, dtype=torch.int32)
+            expected, expected_kth = reference(
+                scores, lengths, k, predicted, margins, lists, block_table=with_table, num_whole=expected_whole
+            )
             assert torch.equal(positions.cpu(), expected) and torch.equal(kth.cpu(), expected_kth), (width, k, name)
             assert same(used, predicted) and same(kept, margins), (width, k, name)
-            num_listed, complete = count_listed(lists, 4)
-            num_usable = int(((lengths > k) & complete & (num_listed >= k)).sum())
-            assert int(num_whole) == int((lengths > k).sum()) - num_usable, (width, k, name)
-            num_listed_rows += num_usable
+            assert int(num_whole) == int(expected_whole), (width, k, name)
+            num_listed_rows += int((lengths > k).sum()) - int(num_whole)
     assert num_listed_rows > 0 or kind != "normal"
 
 
@@ -82,6 +84,32 @@ def test_wide_and_many_rows() -> None:
         got = topk_lists(scores.to(DEVICE), lengths.to(DEVICE), k, predicted.to(DEVICE), margins.to(DEVICE), on_gpu)
         expected = topk_positions(scores, lengths, k)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("max_delay", [0, 20000])
+@pytest.mark.parametrize("threads", [512, 1024])
+def test_look_up_in_the_maps(threads: int, max_delay: int) -> None:
+    lengths = [40000, 40000, 39990, 30000, 2047, 0, 2048, 38000] * 2
+    before = make_selection(lengths, width=40000, k=2048, hit_rate=0.7, seed=4)
+    margins = torch.full((len(lengths),), 0.1)
+    lists = split_lists(before.scores, before.lengths, before.predicted, margins, num_lists=132, capacity=4096, seed=0)
+    for _ in range(3):
+        after = before.to(DEVICE)
+        marked = mark_topk_lists(
+            after.maps,
+            after.scores,
+            after.lengths,
+            2048,
+            after.predicted,
+            margins.to(DEVICE),
+            ScoreLists(*(field.to(DEVICE) for field in lists)),
+            after.block_table,
+            torch.tensor([STEP], dtype=torch.int32, device=DEVICE),
+            max_delay=max_delay,
+            threads=threads,
+        )
+        check_marked(before, after, marked)
+        assert 0 < fallbacks(after) < len(lengths) - 6
 
 
 def sorted_entries(lists: ScoreLists) -> Tensor:
@@ -159,7 +187,8 @@ def test_a_prefetching_step_with_lists() -> None:
     assert sorted_entries(lists).numel() > 1000
 
 
-def test_in_a_graph_the_margins_find_their_size() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_in_a_graph_the_margins_find_their_size(overlap: bool) -> None:
     """Scores, lists and top-k of drifting queries, replayed: the selections of whole rows, soon without whole rows."""
     batch, k = 5, 2048
     _, weights, pages, table, lengths = index_batch(batch, 64)
@@ -175,7 +204,7 @@ def test_in_a_graph_the_margins_find_their_size() -> None:
         scores = cuda_indexer.index_scores_paged(
             query, weights, pages, table, lengths, FP8, predicted=predicted, margins=margins, lists=lists
         )
-        return scores, *topk_lists(scores, lengths, k, predicted, margins, lists, num_whole=num_whole)
+        return scores, *topk_lists(scores, lengths, k, predicted, margins, lists, num_whole=num_whole, overlap=overlap)
 
     step()
     predicted.fill_(math.nan)
