@@ -183,6 +183,11 @@ class OffloadedCache:
 
         seq_lens int32 [B], block_table int32 [B, max_blocks]; predicted fp32 [B] is updated for the next step.
         """
+        if self._prefetcher is not None and self._prefetcher.has_lists(group):
+            skip = self._begin_resolve(group)
+            resolution = self._prefetcher.resolve_topk(group, scores, seq_lens, predicted, block_table, self.step, skip)
+            self._end_resolve(group, resolution)
+            return resolution
         maps, k = self._group_maps[group], self.spec.index_topk
         resolve_topk = self._cache_ops.resolve_topk
         # Rows that come on a branch need not be there before the selection is known, but before it is looked up.

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from echo_batch.cache.gpu_pool import GpuPool
 from echo_batch.cache.spec import CacheSpec
+from echo_batch.kernels.contracts import Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.prefetch_ops import PrefetchOps, select_prefetch_ops
 from echo_batch.kernels.prefetch_state import CANDIDATES, DROPPED, LATE, PREFETCHED, make_prefetch_state
+from echo_batch.kernels.score_lists import MAX_ROWS, ScoreLists, make_margins
 
 NUM_RANGES = 2
 """Ranges of the context in `branch` mode; the last one's rows have nothing to hide behind and are not prefetched."""
@@ -62,6 +64,9 @@ class Prefetcher:
         self._wasted = torch.zeros(spec.num_groups, dtype=torch.int64, device=device)
         self._branch = torch.cuda.Stream(device) if spec.prefetch == "branch" and device.type == "cuda" else None
         self._num_parts = NUM_RANGES - 1 if spec.prefetch == "branch" else 1
+        # By batch row, not by request: whatever stands there is only a guess at how many scores to list.
+        self._margins = make_margins(spec.num_groups, MAX_ROWS, device) if spec.prefetch == "fused" else None
+        self._lists: dict[int, ScoreLists] = {}
 
     def begin(self, step: Tensor, num_appended: int) -> None:
         """Free the step's rows for prefetch; `num_appended` rows per group went to new tokens."""
@@ -79,9 +84,13 @@ class Prefetcher:
         pages, host_rows, gpu_rows = self._pool.index_pages[group], self._host_rows[layer], self._pool.rows[layer]
         fmt = self.spec.index_format
         if self.spec.prefetch == "fused":
+            lists = self._prefetch_ops.make_lists(query, fmt, self.spec.index_topk)
+            if lists is not None:
+                self._lists[group] = lists
             return self._prefetch_ops.index_scores_prefetch(
                 query, weights, pages, block_table, seq_lens, fmt, predicted=predicted, maps=self._group_maps[group],
                 state=self._states[group], step=step, host_rows=host_rows, gpu_rows=gpu_rows,
+                margins=None if lists is None else self._margins_of(group, query.shape[0]), lists=lists,
             )  # fmt: skip
         num_blocks = block_table.shape[1]
         borders = [num_blocks * i // NUM_RANGES for i in range(NUM_RANGES + 1)]
@@ -105,6 +114,32 @@ class Prefetcher:
         if self._branch is not None:
             torch.cuda.current_stream().wait_stream(self._branch)
 
+    def has_lists(self, group: int) -> bool:
+        """Whether the group's `scores` of this step have left lists: then `resolve_topk` is faster than others."""
+        return group in self._lists
+
+    def resolve_topk(
+        self,
+        group: int,
+        scores: Tensor,
+        seq_lens: Tensor,
+        predicted: Tensor,
+        block_table: Tensor,
+        step: Tensor,
+        skip: int | None,
+    ) -> Resolution:
+        """Top-k from the lists, and resolve: `prefetch_ops.resolve_topk_lists` of the group. Once a step."""
+        layer = self.spec.group_layers[group][0]
+        return self._prefetch_ops.resolve_topk_lists(
+            self._group_maps[group], scores, seq_lens, self.spec.index_topk, predicted,
+            self._margins_of(group, scores.shape[0]), self._lists.pop(group), block_table, step,
+            self._host_rows[layer], self._pool.rows[layer], skip=skip,
+        )  # fmt: skip
+
+    def _margins_of(self, group: int, num_rows: int) -> Tensor:
+        assert self._margins is not None
+        return self._margins[group, :num_rows]
+
     def rows_to_copy(self, group: int) -> tuple[Tensor, Tensor]:
         """Slots and GPU rows (int32 [R], -1: none) that `scores` may have linked, of which other layers of the group
         have no bytes yet. After `resolve`, which may have evicted some of them again."""
@@ -122,6 +157,7 @@ class Prefetcher:
         """No rows set aside, all counts zero."""
         self.state.reset()
         self._wasted.zero_()
+        self._lists.clear()
 
     def counters(self) -> PrefetchCounters:
         """Counters as numbers (waits for the device)."""

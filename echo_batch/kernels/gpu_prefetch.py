@@ -6,29 +6,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda import runtime
+from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
 from echo_batch.kernels.formats import IndexFormat
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.prefetch_ops import PrefetchOps, RangesOfOps
+from echo_batch.kernels.score_lists import ScoreLists
 from echo_batch.kernels.triton import indexer_prefetch as portable
+from echo_batch.kernels.triton.cache_ops import place
+
+LISTS = False
+"""Whether the fused indexer lists likely scores for the top-k in a decode step. Off: not yet measured to be faster."""
 
 
-def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
+def gpu_prefetch_ops(device: torch.device, ops: Ops, *, lists: bool = LISTS) -> PrefetchOps:
     """Prefetch ops whose scores have the bits of `ops.index_scores_paged` on this device."""
-    found = _Dispatch(runtime.available(device), RangesOfOps(ops))
+    found = _Dispatch(runtime.available(device), lists, RangesOfOps(ops))
     return PrefetchOps(
         set_aside=portable.set_aside,
         prefetch_rows=portable.prefetch_rows,
         index_scores_range=found.index_scores_range,
         index_scores_prefetch=found.index_scores_prefetch,
+        make_lists=found.make_lists,
+        resolve_topk_lists=resolve_topk_lists,
     )
+
+
+def resolve_topk_lists(
+    maps: GroupMaps,
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor,
+    margins: Tensor,
+    lists: ScoreLists,
+    block_table: Tensor,
+    step: Tensor,
+    host_rows: Tensor,
+    gpu_rows: Tensor,
+    *,
+    skip: int | None = None,
+) -> Resolution:
+    """See the reference. Two launches: the top-k with boundary A of `resolve` inside, and boundary B."""
+    marked = cuda_topk_lists.mark_topk_lists(maps, scores, lengths, k, predicted, margins, lists, block_table, step)
+    return place(maps, marked, step, host_rows, gpu_rows, skip=scores.shape[0] if skip is None else skip)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Dispatch:
     cuda_kernels: bool
+    lists: bool
     ranges: RangesOfOps
+
+    def make_lists(self, query: Tensor, fmt: IndexFormat, k: int) -> ScoreLists | None:
+        if not self.lists or not self.cuda_kernels or not cuda_indexer.supports(query.shape[1], fmt):
+            return None
+        return cuda_indexer.make_lists(query.device) if cuda_topk_lists.supports(query.shape[0], 1, k) else None
 
     def index_scores_range(
         self, query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat,

@@ -7,11 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echo_batch.kernels.contracts import GroupMaps
+from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.prefetch_state import PrefetchState
 from echo_batch.kernels.reference import prefetch as reference
+from echo_batch.kernels.score_lists import MAX_ROWS, MAX_TOPK, ScoreLists, make_score_lists
 
 
 class RangeScoresOp(Protocol):
@@ -71,7 +72,30 @@ class ScoresPrefetchOp(Protocol):
         step: Tensor,
         host_rows: Tensor,
         gpu_rows: Tensor,
+        margins: Tensor | None = None,
+        lists: ScoreLists | None = None,
     ) -> Tensor: ...
+
+
+class ResolveListsOp(Protocol):
+    """`prefetch.resolve_topk_lists`."""
+
+    def __call__(
+        self,
+        maps: GroupMaps,
+        scores: Tensor,
+        lengths: Tensor,
+        k: int,
+        predicted: Tensor,
+        margins: Tensor,
+        lists: ScoreLists,
+        block_table: Tensor,
+        step: Tensor,
+        host_rows: Tensor,
+        gpu_rows: Tensor,
+        *,
+        skip: int | None = None,
+    ) -> Resolution: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +106,9 @@ class PrefetchOps:
     prefetch_rows: PrefetchRowsOp
     index_scores_range: RangeScoresOp
     index_scores_prefetch: ScoresPrefetchOp
+    make_lists: Callable[[Tensor, IndexFormat, int], ScoreLists | None]
+    """Lists for `index_scores_prefetch` with this query and a selection of k; None: it fills none, or should not."""
+    resolve_topk_lists: ResolveListsOp
 
 
 def reference_prefetch_ops(ops: Ops) -> PrefetchOps:
@@ -91,7 +118,14 @@ def reference_prefetch_ops(ops: Ops) -> PrefetchOps:
         prefetch_rows=reference.prefetch_rows,
         index_scores_range=RangesOfOps(ops),
         index_scores_prefetch=reference.index_scores_prefetch,
+        make_lists=_reference_lists,
+        resolve_topk_lists=reference.resolve_topk_lists,
     )
+
+
+def _reference_lists(query: Tensor, fmt: IndexFormat, k: int) -> ScoreLists | None:
+    fits = query.shape[0] <= MAX_ROWS and k <= MAX_TOPK
+    return make_score_lists(min(4, query.shape[0]), query.device) if fits else None
 
 
 def select_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:

@@ -14,13 +14,13 @@ Which missing candidates get a row when there are fewer rows than candidates is 
 import torch
 from torch import Tensor
 
-from echo_batch.kernels.cache_layout import EVICTED, FREE
-from echo_batch.kernels.contracts import GroupMaps
+from echo_batch.kernels.cache_layout import EVICTED, FALLBACKS, FREE
+from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.prefetch_state import CANDIDATES, DROPPED, PREFETCHED, PrefetchState
 from echo_batch.kernels.reference import indexer
-from echo_batch.kernels.reference.cache_ops import copy_rows
-from echo_batch.kernels.reference.topk_lists import fill_lists
+from echo_batch.kernels.reference.cache_ops import copy_rows, resolve
+from echo_batch.kernels.reference.topk_lists import fill_lists, topk_lists
 from echo_batch.kernels.score_lists import ScoreLists
 
 
@@ -122,3 +122,35 @@ def index_scores_prefetch(
         fill_lists(scores, seq_lens, predicted, margins, lists)
     prefetch_rows(maps, state, scores, block_table, seq_lens, predicted, step, host_rows, gpu_rows)
     return scores
+
+
+def resolve_topk_lists(
+    maps: GroupMaps,
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor,
+    margins: Tensor,
+    lists: ScoreLists,
+    block_table: Tensor,
+    step: Tensor,
+    host_rows: Tensor,
+    gpu_rows: Tensor,
+    *,
+    skip: int | None = None,
+) -> Resolution:
+    """`topk_lists.topk_lists`, then `cache_ops.resolve` of the slots that it selects.
+
+    Rows that are not selected from the lists count as fallbacks.
+    """
+    slots, _ = topk_lists(
+        scores,
+        lengths,
+        k,
+        predicted,
+        margins,
+        lists,
+        block_table=block_table,
+        num_whole=maps.totals[0, FALLBACKS : FALLBACKS + 1],
+    )
+    return resolve(maps, slots, step, host_rows, gpu_rows, skip=skip)
