@@ -7,8 +7,8 @@ missing rows and what else is resident are those of such a drift, not drawn by h
 
 All modes start from the same state and resolve the same selection, each as one CUDA graph of a few layers; times are
 medians in microseconds a layer, without the graph's own launch: the difference between graphs of many and of few
-layers, divided by the difference in layers. After the timing every mode's result is checked: scores and selections
-equal, all selected rows resident with the host's bytes, maps consistent.
+layers, divided by the difference in layers. Stages are timed as graphs that end behind them. After the timing every
+mode's result is checked: the same scores, all rows that these select resident with the host's bytes, maps consistent.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echo_batch.bench.indexer_workload import INDEX, LAYERS, Shape, Workload
+from echo_batch.bench.indexer_workload import INDEX, LAYERS, Mode, Shape, Stage, Workload
 from echo_batch.bench.kernels import measure_us
 from echo_batch.kernels.cache_layout import MISSING
 from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda.indexer import SCORES_ONLY, WITH_PREFETCH, Instance
 from echo_batch.kernels.cuda.topk import topk_positions
+from echo_batch.kernels.cuda.topk_lists import topk_lists
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.libs.deep_gemm import load_deep_gemm
 from echo_batch.kernels.triton import cache_ops
@@ -79,7 +80,7 @@ def study(work: Workload, factor: float) -> list[Study]:
                 above = missing & (scores > predicted + margin * deviation)
                 found.setdefault(f"found {margin}", []).append((above & selected).sum() / selected.sum())
                 found.setdefault(f"wasted {margin}", []).append((above & ~selected).sum() / selected.sum())
-            work.serial(layer)
+            work.serial_lists(layer)
         cache_ops.begin_step(work.maps, work.step)
         work.drift(factor)
     studies = []
@@ -114,32 +115,46 @@ class Case:
     predictions: list[Study]
     us: dict[str, float] = field(default_factory=dict)
     counted: dict[str, list[float]] = field(default_factory=dict)
+    stages: dict[str, dict[Stage, float]] = field(default_factory=dict)
+    """us until the end of a stage, by mode."""
+    listed: list[int] = field(default_factory=list)
+    """Scores that the lists of this step hold, by layer and batch row."""
 
 
 def run_case(work: Workload, hit_rate: float, instances: dict[str, Instance], parts: Sequence[int]) -> Case:
     """All modes at one hit rate."""
     factor = work.find_drift(hit_rate)
     work.restart()
-    reached = work.warm_up(factor, WARM_STEPS)
+    reached = work.warm_up(factor, WARM_STEPS, lists=True)
     work.drift(factor)
     predictions = study(work, factor)
     saved = work.snapshot()
-    _, reference, _ = work.measure(work.serial, saved, aside=False)
+    work.measure(work.serial, saved, aside=False)
     missing = float(work.maps.counts[:, MISSING].float().mean())
     case = Case(reached, factor, missing, predictions)
-    modes: dict[str, tuple[Callable[[int], tuple[Tensor, ...]], bool]] = {
+    for tensor, copy in saved:
+        tensor.copy_(copy)
+    case.listed = torch.cat([work.listed(layer) for layer in range(LAYERS)]).tolist()
+    modes: dict[str, tuple[Mode, bool]] = {
         "serial": (work.serial, False),
+        "serial, look-up in the top-k": (work.serial_marked, False),
         "serial, own scores": (work.serial_own, False),
+        "serial, own scores, lists": (work.serial_lists, False),
     }
     for name, instance in instances.items():
         modes[f"fused {name}"] = (partial(work.fused, instance=instance), True)
+        modes[f"fused {name}, lists"] = (partial(work.fused, instance=instance, lists=True), True)
+    modes["fused , lists, 512 threads"] = (partial(work.fused, lists=True, threads=512), True)
+    modes["fused , lists, overlap"] = (partial(work.fused, lists=True, overlap=True), True)
     for num_parts in parts:
         modes[f"branch {num_parts}"] = (partial(work.branch, num_parts=num_parts), True)
         modes[f"branch {num_parts}, not the last"] = (partial(work.branch, num_parts=num_parts, last=False), True)
     modes["serial again"] = (work.serial, False)
+    in_stages = ("serial", "serial, look-up in the top-k", "fused ", "fused , lists", "fused , lists, overlap")
     own: list[tuple[Tensor, ...]] | None = None
     print(
-        f"hit rate {reached:.3f} (drift {factor:.5f}): {missing:.0f} of {work.shape.batch * work.shape.topk} missing",
+        f"hit rate {reached:.3f} (drift {factor:.5f}): {missing:.0f} of {work.shape.batch * work.shape.topk} missing; "
+        f"{min(case.listed)} to {max(case.listed)} scores of a row listed",
         flush=True,
     )
     for name, (mode, aside) in modes.items():
@@ -149,18 +164,25 @@ def run_case(work: Workload, hit_rate: float, instances: dict[str, Instance], pa
             print(f"  {name:52} FAILED: {failure}"[:400], flush=True)
             continue
         case.us[name] = us
-        equal = all(torch.equal(a[1], b[1]) for a, b in zip(results, reference, strict=True))
-        same = "selections equal" if equal else "SELECTIONS DIFFER"
+        same = "selections right"
         if own is None and name == "serial, own scores":
             own = results
-        if own is not None and "serial" not in name:
+        if own is not None:
             bits = all(torch.equal(a[0], b[0]) for a, b in zip(results, own, strict=True))
             same += ", scores equal" if bits else ", SCORES DIFFER"
         counts = counted.double().mean(0)
         case.counted[name] = counts.tolist()
-        ratio_to_serial = case.us["serial"] / us
+        split = ""
+        if name in in_stages:
+            stages: dict[Stage, float] = {"recall": us}
+            for until in ("top-k", "scores"):
+                stages[until] = work.measure(mode, saved, aside=aside, until=until)[0]
+            case.stages[name] = stages
+            scores_us, topk_us = stages["scores"], stages["top-k"] - stages["scores"]
+            split = f"= {scores_us:.1f} + {topk_us:.1f} + {us - stages['top-k']:.1f}"
         print(
-            f"  {name:50} {us:8.2f} us {ratio_to_serial:6.3f}x  {same}  {[round(x) for x in counts.tolist()]}",
+            f"  {name:42} {us:8.2f} us {case.us['serial'] / us:6.3f}x {split:22} {same}  "
+            f"{[round(x) for x in counts.tolist()]}",
             flush=True,
         )
     return case
@@ -190,6 +212,20 @@ def time_scores(work: Workload, scoring: dict[str, Instance], fused: dict[str, I
     scores = cuda_indexer.index_scores_paged(*arguments)
     exact = scores.topk(work.shape.topk).values[:, -1].contiguous()
     calls["top-k"] = partial(topk_positions, scores, work.lengths, work.shape.topk, exact)
+    best = scores[:, : work.shape.length].topk(2 * work.shape.topk).values
+    margins, lists = exact - best[:, -1], cuda_indexer.make_lists(scores.device)
+    listing = partial(cuda_indexer.index_scores_paged, *arguments, predicted=exact, margins=margins, lists=lists)
+    listing()
+    calls["own scores, 2 k of a row listed"] = listing
+    # Both keep up the prediction and the margin of what they are given: the same scores each time.
+    for threads in (512, 1024):
+        calls[f"top-k from lists, {threads} threads"] = partial(
+            topk_lists, scores, work.lengths, work.shape.topk, exact.clone(), margins.clone(), lists, threads=threads
+        )
+    none = lists._replace(headers=torch.zeros_like(lists.headers))
+    calls["top-k from lists, none of use"] = partial(
+        topk_lists, scores, work.lengths, work.shape.topk, exact.clone(), margins.clone(), none
+    )
     result = {}
     for name, call in calls.items():
         result[name] = measure_us([call])

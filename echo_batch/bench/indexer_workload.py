@@ -2,22 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from echo_batch.bench.cache_ops import replay_us
 from echo_batch.cache.spec import NUM_CANDIDATES
-from echo_batch.kernels.contracts import GroupMaps, make_maps
+from echo_batch.kernels.contracts import GroupMaps, Marked, make_maps
 from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda.indexer import SCORES_ONLY, WITH_PREFETCH, Instance
-from echo_batch.kernels.cuda.topk import topk_positions
+from echo_batch.kernels.cuda.topk import mark_topk, topk_positions
+from echo_batch.kernels.cuda.topk_lists import THREADS, mark_topk_lists
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 from echo_batch.kernels.libs.deep_gemm import DeepGemm
 from echo_batch.kernels.prefetch_state import PrefetchState, make_prefetch_state
+from echo_batch.kernels.score_lists import COUNT, POSITION_BITS, ScoreLists, make_margins
 from echo_batch.kernels.triton import cache_ops, indexer_prefetch
 from echo_batch.kernels.triton.row_copy import copy_rows
-from echo_batch.kernels.triton.slots import positions_to_slots
 
 HEADS = 64
 INDEX = IndexFormat("fp8")
@@ -26,6 +28,15 @@ LAYERS = 4
 FEW_LAYERS = 1
 REPLAYS = 25
 SEARCH_STEPS = 80
+
+Stage = Literal["scores", "top-k", "recall"]
+"""How far a mode goes; what each stage takes is the difference to the one before."""
+
+
+class Mode(Protocol):
+    """One layer: scores (with whatever is prefetched meanwhile), top-k, resolve. Returns the tensors that it made."""
+
+    def __call__(self, layer: int, until: Stage = "recall") -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,7 @@ class Workload:
         self.state: PrefetchState = make_prefetch_state(LAYERS, shape.set_aside, device)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.predicted = torch.empty(LAYERS, shape.batch, device=device)
+        self.margins = make_margins(LAYERS, shape.batch, device)
         self.query = torch.empty(LAYERS, shape.batch, HEADS, INDEX.head_dim, device=device)
         self.weights = torch.empty(LAYERS, shape.batch, HEADS, device=device)
         self.fp8_query = torch.empty_like(self.query, dtype=torch.float8_e4m3fn)
@@ -92,6 +104,7 @@ class Workload:
         self.query.normal_()
         self.weights.normal_().mul_(HEADS**-0.5)
         self.predicted.fill_(float("nan"))
+        self.margins.fill_(float("nan"))
         self.step.fill_(100)
         positions = torch.randperm(self.shape.batch * self.shape.length, device="cuda")[:num_rows]
         rows, columns = positions // self.shape.length, positions % self.shape.length
@@ -114,8 +127,8 @@ class Workload:
         self.used_weights.copy_(self.weights)
         self.used_weights[LAYERS // 2 :].abs_()
 
-    def warm_up(self, factor: float, num_steps: int) -> float:
-        """Decode steps without prefetch; returns the hit rate of the last third."""
+    def warm_up(self, factor: float, num_steps: int, *, lists: bool = False) -> float:
+        """Decode steps without prefetch; returns the hit rate of the last third. `lists`: margins get to know them."""
         counted = None
         for number in range(num_steps):
             self.drift(factor)
@@ -123,7 +136,7 @@ class Workload:
             if number == num_steps - num_steps // 3:
                 counted = self.maps.totals.clone()
             for layer in range(LAYERS):
-                self.serial(layer)
+                (self.serial_lists if lists else self.serial)(layer)
         cache_ops.begin_step(self.maps, self.step)  # adds the counts of the last one
         assert counted is not None
         selected, missing = (self.maps.totals - counted)[:, :2].sum(0).tolist()
@@ -152,25 +165,96 @@ class Workload:
             return cuda_indexer.index_scores_paged(*self.to_score(layer))
         return self.library.index_scores_paged(*self.to_score(layer), self.schedule)
 
-    def finish(self, layer: int, scores: Tensor, skip: int, before_resolve: Callable[[], None]) -> tuple[Tensor, ...]:
-        """Top-k and resolve; the candidates before `skip` are set aside."""
-        selected, _ = topk_positions(scores, self.lengths, self.shape.topk, self.predicted[layer], update=True)
-        slots = positions_to_slots(selected, self.table)
+    def finish(
+        self,
+        layer: int,
+        scores: Tensor,
+        skip: int,
+        until: Stage,
+        before_resolve: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, ...]:
+        """Top-k and resolve, the look-up in a launch of its own; `skip` candidates are taken."""
+        if until == "scores":
+            return (scores,)
+        selected, _ = topk_positions(
+            scores, self.lengths, self.shape.topk, self.predicted[layer], update=True, block_table=self.table
+        )
+        if until == "top-k":
+            return scores, selected
         before_resolve()
-        resolution = cache_ops.resolve(self.groups[layer], slots, self.step, self.host, self.gpu[layer], skip=skip)
-        return scores, slots, resolution.rows
+        resolution = cache_ops.resolve(self.groups[layer], selected, self.step, self.host, self.gpu[layer], skip=skip)
+        return scores, resolution.rows
 
-    def serial(self, layer: int) -> tuple[Tensor, ...]:
+    def finish_marked(
+        self,
+        layer: int,
+        scores: Tensor,
+        skip: int,
+        until: Stage,
+        lists: ScoreLists | None = None,
+        threads: int = THREADS,
+        overlap: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """The same with the look-up in the top-k, which selects from `lists` where they are given."""
+        if until == "scores":
+            return (scores,)
+        maps, k, predicted = self.groups[layer], self.shape.topk, self.predicted[layer]
+        if lists is None:
+            marked: Marked = mark_topk(maps, scores, self.lengths, k, predicted, self.table, self.step)
+        else:
+            marked = mark_topk_lists(
+                maps,
+                scores,
+                self.lengths,
+                k,
+                predicted,
+                self.margins[layer],
+                lists,
+                self.table,
+                self.step,
+                threads=threads,
+                overlap=overlap,
+            )
+        if until == "top-k":
+            return scores, marked.rows
+        resolution = cache_ops.place(maps, marked, self.step, self.host, self.gpu[layer], skip=skip)
+        return scores, resolution.rows
+
+    def serial(self, layer: int, until: Stage = "recall") -> tuple[Tensor, ...]:
         """Scores (DeepGEMM where it is there), top-k, resolve with all copies."""
-        return self.finish(layer, self.scores(layer), self.shape.batch, lambda: None)
+        return self.finish(layer, self.scores(layer), self.shape.batch, until)
 
-    def serial_own(self, layer: int, *, instance: Instance = SCORES_ONLY) -> tuple[Tensor, ...]:
+    def serial_marked(self, layer: int, until: Stage = "recall") -> tuple[Tensor, ...]:
+        """The same with the look-up in the top-k."""
+        return self.finish_marked(layer, self.scores(layer), self.shape.batch, until)
+
+    def serial_own(
+        self, layer: int, until: Stage = "recall", *, instance: Instance = SCORES_ONLY
+    ) -> tuple[Tensor, ...]:
         """The same with this project's scores."""
         scores = cuda_indexer.index_scores_paged(*self.to_score(layer), instance=instance)
-        return self.finish(layer, scores, self.shape.batch, lambda: None)
+        return self.finish_marked(layer, scores, self.shape.batch, until)
 
-    def fused(self, layer: int, *, instance: Instance = WITH_PREFETCH) -> tuple[Tensor, ...]:
-        """Scores and prefetch in one kernel."""
+    def serial_lists(self, layer: int, until: Stage = "recall") -> tuple[Tensor, ...]:
+        """The same with a top-k from lists that the scoring kernel makes."""
+        lists = cuda_indexer.make_lists(self.pages.device)
+        scores = cuda_indexer.index_scores_paged(
+            *self.to_score(layer), predicted=self.predicted[layer], margins=self.margins[layer], lists=lists
+        )
+        return self.finish_marked(layer, scores, self.shape.batch, until, lists)
+
+    def fused(
+        self,
+        layer: int,
+        until: Stage = "recall",
+        *,
+        instance: Instance = WITH_PREFETCH,
+        lists: bool = False,
+        threads: int = THREADS,
+        overlap: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Scores and prefetch in one kernel, which with `lists` also lists for the top-k."""
+        made = cuda_indexer.make_lists(self.pages.device) if lists else None
         scores = cuda_indexer.index_scores_prefetch(
             *self.to_score(layer),
             predicted=self.predicted[layer],
@@ -179,11 +263,13 @@ class Workload:
             step=self.step,
             host_rows=self.host,
             gpu_rows=self.gpu[layer],
+            margins=self.margins[layer] if lists else None,
+            lists=made,
             instance=instance,
         )
-        return self.finish(layer, scores, self.shape.batch + self.shape.set_aside, lambda: None)
+        return self.finish_marked(layer, scores, self.shape.batch + self.shape.set_aside, until, made, threads, overlap)
 
-    def branch(self, layer: int, *, num_parts: int, last: bool = True) -> tuple[Tensor, ...]:
+    def branch(self, layer: int, until: Stage = "recall", *, num_parts: int, last: bool = True) -> tuple[Tensor, ...]:
         """Scores of one range of the context after the other; a second branch prefetches each when it is scored.
 
         `last`: the last range too, beside the top-k.
@@ -213,16 +299,21 @@ class Workload:
                     end=end * BLOCK_SIZE,
                 )
         skip = self.shape.batch + self.shape.set_aside
-        return self.finish(layer, scores, skip, lambda: main.wait_stream(self.side))
+        return self.finish(layer, scores, skip, until, lambda: main.wait_stream(self.side))
 
     # --- measuring
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
         """Every tensor that a mode changes, with a copy."""
-        changed = [*self.maps, *self.state, self.predicted, self.step, self.gpu]
+        changed = [*self.maps, *self.state, self.predicted, self.margins, self.step, self.gpu]
         return [(tensor, tensor.clone()) for tensor in changed]
 
     def measure(
-        self, mode: Callable[[int], tuple[Tensor, ...]], saved: list[tuple[Tensor, Tensor]], *, aside: bool
+        self,
+        mode: Mode,
+        saved: list[tuple[Tensor, Tensor]],
+        *,
+        aside: bool,
+        until: Stage = "recall",
     ) -> tuple[float, list[tuple[Tensor, ...]], Tensor]:
         """us a layer, the layers' last results, and what was counted (totals of the prefetch)."""
         times: list[float] = []
@@ -237,24 +328,40 @@ class Workload:
         for num_layers in (FEW_LAYERS, LAYERS):
             before()
             for layer in range(num_layers):
-                mode(layer)  # compiles
+                mode(layer, until)  # compiles
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                results = [mode(layer) for layer in range(num_layers)]
+                results = [mode(layer, until) for layer in range(num_layers)]
             times.append(replay_us(graph, before, replays=REPLAYS))
             kept = [tuple(tensor.clone() for tensor in result) for result in results]
         counted = self.state.totals.clone()
-        self.check(kept)
+        if until == "recall":
+            self.check(kept)
         return (times[1] - times[0]) / (LAYERS - FEW_LAYERS), kept, counted
 
+    def selected_slots(self, layer: int, scores: Tensor) -> Tensor:
+        """int32 [B, k]: the slots of the exact top-k, by a kernel that takes no prediction."""
+        return topk_positions(scores, self.lengths, self.shape.topk, block_table=self.table)[0]
+
     def check(self, results: list[tuple[Tensor, ...]]) -> None:
-        """After a replay: all selected rows are resident and protected, with the host's bytes; the maps are right."""
+        """After a replay: what the scores select is resident and protected, with the host's bytes, where it was said to
+        be; the maps are right."""
         assert not cache_ops.violations(self.maps, self.step).any(), "broken maps"
-        for layer, (_, slots, rows) in enumerate(results):
+        for layer, (scores, rows) in enumerate(results):
+            slots = self.selected_slots(layer, scores)
             valid = slots >= 0
             assert torch.equal(valid, rows >= 0), "selected rows are missing"
-            assert torch.equal(self.maps.host_to_gpu[layer][slots[valid]], rows[valid])
+            assert torch.equal(self.maps.host_to_gpu[layer][slots[valid]], rows[valid]), "SELECTIONS DIFFER"
             assert bool((self.maps.priority[layer][rows[valid]] == self.step).all())
             got = self.gpu[layer][rows[valid]].cpu()
             assert torch.equal(got, self.host[slots[valid].cpu()]), "wrong bytes"
+
+    def listed(self, layer: int) -> Tensor:
+        """int64 [B]: how many scores of each row the kernel would list for the next step."""
+        lists = cuda_indexer.make_lists(self.pages.device)
+        cuda_indexer.index_scores_paged(
+            *self.to_score(layer), predicted=self.predicted[layer], margins=self.margins[layer], lists=lists
+        )
+        inside = torch.arange(lists.entries.shape[1], device="cuda") < lists.headers[:, COUNT, None]
+        return torch.bincount(lists.entries[inside][:, 1] >> POSITION_BITS, minlength=self.shape.batch)
