@@ -21,9 +21,9 @@ LISTS = False
 """Whether the fused indexer lists likely scores for the top-k in a decode step. Off: not yet measured to be faster."""
 
 
-def gpu_prefetch_ops(device: torch.device, ops: Ops, *, lists: bool = LISTS) -> PrefetchOps:
+def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
     """Prefetch ops whose scores have the bits of `ops.index_scores_paged` on this device."""
-    found = _Dispatch(runtime.available(device), lists, RangesOfOps(ops))
+    found = _Dispatch(runtime.available(device), LISTS, RangesOfOps(ops))
     return PrefetchOps(
         set_aside=portable.set_aside,
         prefetch_rows=portable.prefetch_rows,

@@ -155,9 +155,20 @@ def test_offloading_changes_no_bit(model: Model, expected: Tensor, gpu_tokens: i
     assert (sum(counters.evicted_rows) > num_steps) == (gpu_tokens < 4096)
 
 
+@pytest.fixture(params=[False, True], ids=["no lists", "lists"])
+def with_lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the fused indexer lists likely scores for the top-k."""
+    monkeypatch.setattr("echo_batch.kernels.gpu_prefetch.LISTS", request.param)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("mode", ["branch", "fused"])
-def test_prefetch_changes_no_bit(model: Model, expected: Tensor, mode: PrefetchMode, graph: bool) -> None:
+def test_prefetch_changes_no_bit(
+    model: Model, expected: Tensor, mode: PrefetchMode, graph: bool, with_lists: bool
+) -> None:
+    if mode == "branch" and with_lists:
+        pytest.skip("lists are of the fused indexer")
     steps, num_steps = [], STEPS if graph else EAGER_STEPS
     spec = spec_of(model, gpu_tokens=512, prefetch=mode)
     for logits, cache in run(model, spec, graph=graph, poison=True, steps=num_steps):
@@ -173,8 +184,12 @@ def test_prefetch_changes_no_bit(model: Model, expected: Tensor, mode: PrefetchM
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("mode", ["branch", "fused"])
-def test_prefetch_in_long_contexts_changes_no_bit(model: Model, mode: PrefetchMode, graph: bool) -> None:
+def test_prefetch_in_long_contexts_changes_no_bit(
+    model: Model, mode: PrefetchMode, graph: bool, with_lists: bool
+) -> None:
     """Long enough that rows arrive while others are scored."""
+    if mode == "branch" and with_lists:
+        pytest.skip("lists are of the fused indexer")
     context, num_steps = 50_000, 24
     sizes = dict(host_tokens=-(-(context + num_steps + 1) // 64) * 64 * BATCH)
     plain = spec_of(model, gpu_tokens=0, offload=False, **sizes)
