@@ -16,6 +16,7 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.parts import Parts
+from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.triton.parts import add_parts
 from echo_batch.kernels.triton.quant import dot_type, quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
@@ -81,12 +82,15 @@ def _few_rows_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """All rows in one program, the weight as the left operand: that is the side of which tensor cores want 64 rows.
 
     Without masks on what is loaded (which would cost a pass through registers): places outside read the last row or
     column again, and are not stored.
     """
+    if DEPENDENT:
+        wait_for_inputs()
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
@@ -126,8 +130,11 @@ def _parts_kernel(
     BLOCK_K: tl.constexpr,
     BLOCKS: tl.constexpr,
     COMPUTE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows and columns of one program for BLOCKS blocks of the inner dimension."""
+    if DEPENDENT:
+        wait_for_inputs()
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -207,6 +214,7 @@ def fp8_linear_parts(values: Tensor, scale: Tensor, weight: QuantizedWeight, dty
             GROUP=QUANT_BLOCK,
             STAGES=4,
             num_warps=4,
+            **dependent(values.device),
         )
     elif num_rows:
         _fp8_linear_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, block_n), splits)](
@@ -284,5 +292,6 @@ def linear_fp32_parts(x: Tensor, weight: Tensor) -> Tensor:
         COMPUTE=dot_type(x),
         num_warps=4,
         num_stages=3,
+        **dependent(x.device),
     )
     return out
