@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from echo_batch.bench.setup import ModelOptions, bench_device, make_model, make_spec, origin
 from echo_batch.bench.workload import WorkloadModel, WorkloadShape, fill_contexts
-from echo_batch.cache.manager import KVCache, make_cache
+from echo_batch.cache.manager import CacheCounters, KVCache, make_cache
 from echo_batch.cache.spec import PrefetchMode, minimum_gpu_tokens
 from echo_batch.engine.batch import BatchState
 from echo_batch.engine.runner import EagerRunner, GraphRunner, StepShape
@@ -164,13 +164,9 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
             step()
             times_ms.append(1e3 * (time.perf_counter() - started))
     after, prefetched_after = runner.cache.counters(), runner.cache.prefetch_counters()
-    selected, hits, recalled, evicted, offloaded = (
+    selected, hits, recalled, evicted, offloaded, fallbacks = (
         [y - x for x, y in zip(old, new, strict=True)]
-        for old, new in zip(
-            (before.selected_rows, before.hit_rows, before.recalled_rows, before.evicted_rows, before.offloaded_rows),
-            (after.selected_rows, after.hit_rows, after.recalled_rows, after.evicted_rows, after.offloaded_rows),
-            strict=True,
-        )
+        for old, new in ((getattr(before, f.name), getattr(after, f.name)) for f in fields(CacheCounters))
     )
     spec = runner.cache.spec
     layers = [len(g) for g in spec.group_layers]
@@ -190,6 +186,7 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
         "recalled_bytes_per_step": recalled_bytes / options.steps,
         "evicted_rows_per_step": sum(evicted) / options.steps,
         "offloaded_rows_per_step": sum(offloaded) / options.steps,
+        "fallback_rows_per_step": sum(fallbacks) / options.steps,
         "prefetch_rows_per_step": None
         if prefetched_before is None or prefetched_after is None
         else {

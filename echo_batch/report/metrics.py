@@ -69,6 +69,8 @@ class CacheCounters(Protocol):
     def evicted_rows(self) -> Sequence[int]: ...
     @property
     def offloaded_rows(self) -> Sequence[int]: ...
+    @property
+    def fallback_rows(self) -> Sequence[int]: ...
 
 
 class PrefetchCounters(Protocol):
@@ -90,7 +92,8 @@ class PrefetchCounters(Protocol):
 
 PREFETCH_FIELDS = ("candidates", "prefetched", "used", "wasted", "late", "dropped")
 """Of PrefetchCounters; see cache/prefetch.py."""
-CACHE_FIELDS = ("selected_rows", "hit_rows", "evicted_rows", "recalled_rows", "offloaded_rows")
+CACHE_FIELDS = ("selected_rows", "hit_rows", "evicted_rows", "recalled_rows", "offloaded_rows", "fallback_rows")
+"""Of CacheCounters; see cache/counters.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ def test_counts_add_up(bench: Any) -> None:
         assert case["recalled_rows_per_step"] == pytest.approx(misses, abs=0.2)
         assert case["recalled_bytes_per_step"] == case["recalled_rows_per_step"] * 4 * 576
         assert case["offloaded_rows_per_step"] == 3 * batch
+        assert case["fallback_rows_per_step"] == 0, "after the warm-up every row has a prediction"
         assert 4 <= case["distinct_experts_per_layer"] <= min(16, 4 * batch)
         assert case["prefetch_rows_per_step"] is None
 

@@ -281,6 +281,34 @@ def test_index_keys_of_slots() -> None:
     assert not cache.index_pages(0).any() and cache.index_pages(1).shape == (12, cache.spec.index_format.page_bytes)
 
 
+@pytest.mark.parametrize("residency", [False, True])
+def test_a_selection_by_scores(residency: bool) -> None:
+    """The best positions, made resident, as slots of the row's blocks; selections without a prediction are counted."""
+    cache = offloaded(residency=residency, gpu_tokens=256)
+    view = cache.for_step(residency)
+    host = fill_host(cache, 256)
+    k = cache.spec.index_topk
+    scores, table = torch.randn(2, 128), ints(3, 1, 2, -1).view(2, 2)
+    lengths, predicted = ints(100, k - 1), torch.full((2,), float("nan"))
+    for step in range(3):
+        view.begin_step()
+        resolution = view.select(1, scores, lengths, predicted, table)
+        for layer in cache.spec.group_layers[1]:
+            view.recall(layer, resolution)
+            positions = scores[0, :100].topk(k).indices.sort().values
+            slots = table[0, positions // 64] * 64 + positions % 64
+            rows = view.gpu_rows(layer)
+            assert torch.equal(rows[resolution.rows[0]], host[layer, slots])
+            assert torch.equal(rows[resolution.rows[1, : k - 1]], host[layer, 128 : 128 + k - 1])
+            assert resolution.rows[1, k - 1] == -1
+        assert cache.counters().fallback_rows == (0, 1), step
+        assert predicted[0] == scores[0, positions].min() and predicted[1].isnan()
+    assert (cache.counters().recalled_rows[1] > 0) != residency
+    cache.reset()
+    assert cache.counters().fallback_rows == (0, 0)
+    cache.close()
+
+
 def test_resident_cache_reads_rows_by_slot() -> None:
     spec = small_spec(gpu_tokens=768, offload=False)
     cache = make_cache(spec, CPU, reference_ops(), poison=True)

@@ -59,6 +59,18 @@ def test_many_rows_are_cut_into_slices() -> None:
             assert kth[i] == best.values[-1]
 
 
+def test_rows_without_a_prediction_are_counted() -> None:
+    count = torch.tensor([10], dtype=torch.int32)
+    lengths = torch.tensor([10, 3, 4, 10, 10], dtype=torch.int32)
+    predicted = torch.tensor([math.nan, math.nan, math.nan, 0.5, math.inf])
+    topk_positions(torch.zeros(5, 12), lengths, 4, predicted, fallback_count=count)
+    assert int(count) == 12, "two rows are longer than k and have none"
+    topk_positions(torch.zeros(5, 12), lengths, 4, fallback_count=count)
+    assert int(count) == 15
+    topk_positions(torch.zeros(5, 4), lengths, 4, fallback_count=count)
+    assert int(count) == 15, "scores end before the rows do"
+
+
 def test_empty() -> None:
     positions, kth = topk_positions(torch.zeros(2, 0), torch.zeros(2, dtype=torch.int32), 3)
     assert positions.tolist() == [[-1] * 3] * 2 and kth.tolist() == [float("-inf")] * 2

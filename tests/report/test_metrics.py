@@ -31,6 +31,7 @@ class Cache:
     recalled_rows: tuple = (60, 40)
     evicted_rows: tuple = (7, 8)
     offloaded_rows: tuple = (9, 9)
+    fallback_rows: tuple = (1, 2)
 
 
 class Clock:
@@ -92,11 +93,11 @@ def test_the_report_has_its_documented_fields():
     }  # fmt: skip
     cache = result["cache"]
     assert cache["hit_rate"] == 0.75
-    assert [cache[name] for name in CACHE_FIELDS] == [800, 600, 30, 200, 36]
+    assert [cache[name] for name in CACHE_FIELDS] == [800, 600, 30, 200, 36, 6]
     assert cache["recalled_bytes"] == 120 * 10 + 80 * 30
     assert cache["groups"][0] == {
         "hit_rate": 0.5, "selected_rows": 200, "hit_rows": 100, "evicted_rows": 14, "recalled_rows": 120,
-        "offloaded_rows": 18,
+        "offloaded_rows": 18, "fallback_rows": 2,
     }  # fmt: skip
     assert result["plan"] == {"host_pool_tokens": 64}
     assert result["memory"]["peak_device_bytes"] == 1 and result["memory"]["peak_rss_bytes"] > 1e6

@@ -110,6 +110,18 @@ def test_every_short_length(k: int) -> None:
     check([topk_positions], scores, lengths, k, [None])
 
 
+def test_fallbacks_are_counted() -> None:
+    """Too low a prediction lets too many pass, too high a one too few; a row of k is no choice."""
+    scores = scores_of("normal", 6, 10000, seed=2)
+    scores[1, :9000] += 20.0
+    lengths = torch.tensor([10000, 10000, 10000, 200, 9000, 9000], dtype=torch.int32)
+    kth = reference(scores, lengths, 200)[1]
+    predicted = torch.stack((kth[0], torch.tensor(0.0), kth[2] + 5.0, kth[3] + 5.0, torch.tensor(math.nan), kth[5]))
+    count = torch.full((1,), 3, dtype=torch.int32, device=DEVICE)
+    topk_positions(scores.to(DEVICE), lengths.to(DEVICE), 200, predicted.to(DEVICE), fallback_count=count)
+    assert int(count) == 3 + 3
+
+
 def test_prediction_update() -> None:
     predicted = torch.tensor([math.nan, 1.0, 2.0, 3.0, 4.0, math.nan], device=DEVICE)
     kth = torch.tensor([5.0, 2.0, 7.0, -math.inf, math.inf, 6.0], device=DEVICE)
