@@ -19,6 +19,8 @@ from echo_batch.kernels.triton.cache_ops import place
 
 LISTS = False
 """Whether the fused indexer lists likely scores for the top-k in a decode step. Off: not yet measured to be faster."""
+OVERLAP = False
+"""Whether that top-k's blocks come as the indexer's go. Off: not yet measured either."""
 
 
 def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
@@ -50,7 +52,9 @@ def resolve_topk_lists(
     skip: int | None = None,
 ) -> Resolution:
     """See the reference. Two launches: the top-k with boundary A of `resolve` inside, and boundary B."""
-    marked = cuda_topk_lists.mark_topk_lists(maps, scores, lengths, k, predicted, margins, lists, block_table, step)
+    marked = cuda_topk_lists.mark_topk_lists(
+        maps, scores, lengths, k, predicted, margins, lists, block_table, step, overlap=OVERLAP
+    )
     return place(maps, marked, step, host_rows, gpu_rows, skip=scores.shape[0] if skip is None else skip)
 
 

@@ -262,9 +262,11 @@ static __device__ __forceinline__ void give_out(const Marks& marks, u32* selecte
 #endif
 }
 
+// Scores, entries and headers may be written while this kernel's blocks already stand by (wait_for_previous): none of
+// them is declared as constant for its life.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-topk_lists(const float* __restrict__ all_scores, long long row_stride, u32 width, const int* __restrict__ lengths,
-           float* predicted, float* margins, u32 k, const Entry* __restrict__ entries, const uint4* headers, u32 num_lists,
+topk_lists(const float* all_scores, long long row_stride, u32 width, const int* __restrict__ lengths,
+           float* predicted, float* margins, u32 k, const Entry* entries, const uint4* headers, u32 num_lists,
            u32 capacity, int* rows, float* __restrict__ kth, const int* __restrict__ block_tables, long long table_stride,
            u32* whole_count, int* miss_slots, int* miss_entries, u32* miss_count, u32* selected_count, int* priority,
            int* host_to_gpu, const int* step) {

@@ -41,7 +41,7 @@ def topk_lists(
 ) -> tuple[Tensor, Tensor]:
     """As reference.topk_lists.topk_lists for what it `supports`.
 
-    num_whole: int32. `overlap`: the kernel launched before is what wrote the lists; blocks may start as its blocks end.
+    num_whole: int32. `overlap`: blocks may come as those of the kernel before go, and wait for its end there.
     """
     num_rows, _ = scores.shape
     positions = torch.empty(num_rows, k, dtype=torch.int32, device=scores.device)
