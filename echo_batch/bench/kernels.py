@@ -268,7 +268,7 @@ def moe_cases(libraries: GpuLibraries) -> Iterator[Case]:
             continue
         case = f"T={tokens}"
         yield "router", case, "triton", [partial(moe.route, logits, bias, 8, 4, 8, True, 2.5)], 0.0, 0.0
-        fp8 = (activation.quantized, activation.scale)
+        fp8 = quant.quantized(activation, True)
         place = [partial(moe_layout.dispatch_masked, *fp8, experts, num_experts, 128)]
         yield "dispatch", case, "triton", place, 0.0, 0.0
         partials = torch.randn(tokens * 8, HIDDEN, device="cuda", dtype=BF16)

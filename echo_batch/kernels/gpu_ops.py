@@ -64,6 +64,7 @@ def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
         reference,
         linear=found.linear,
         linear_parts=found.linear_parts,
+        linear_pair=found.linear_pair,
         linear_fp32=linear.linear_fp32,
         linear_fp32_parts=linear.linear_fp32_parts,
         add_parts=parts.add_parts,
@@ -106,6 +107,17 @@ class _Dispatch:
         return parts.add_parts(self.linear_parts(x, weight))
 
     def linear_parts(self, x: Activation, weight: Weight) -> Tensor | Parts:
+        out = self._library_linear(x, weight)
+        return linear.linear_parts(x, weight) if out is None else out
+
+    def linear_pair(self, x: Activation, weight: Weight, small: Tensor) -> tuple[Tensor | Parts, Tensor]:
+        out = self._library_linear(x, weight)
+        if out is None:
+            return linear.linear_pair(x, weight, small)
+        return out, linear.linear_fp32_parts(x.values, small)
+
+    def _library_linear(self, x: Activation, weight: Weight) -> Tensor | None:
+        """By the library, where there is one that is faster."""
         library = self.libraries.deep_gemm
         if (
             library is not None
@@ -114,7 +126,7 @@ class _Dispatch:
             and not linear.suits_few_rows(x.values.shape[0], *weight.shape)
         ):
             return library.linear(x, weight)
-        return linear.linear_parts(x, weight)
+        return None
 
     def routed_experts(
         self,

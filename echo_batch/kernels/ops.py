@@ -193,11 +193,12 @@ class Ops:
     """One callable per op, each with the signature of the reference function it is named after."""
 
     linear: Callable[[Activation, Weight], Tensor]
-    linear_fp32: Callable[[Tensor, Tensor], Tensor]
     linear_parts: Callable[[Activation, Weight], Tensor | Parts]
+    linear_pair: Callable[[Activation, Weight, Tensor], tuple[Tensor | Parts, Tensor]]
+    linear_fp32: Callable[[Tensor, Tensor], Tensor]
     linear_fp32_parts: Callable[[Tensor, Tensor], Tensor]
-    norm_activation: NormActivationOp
     add_parts: Callable[[Result], Tensor]
+    norm_activation: NormActivationOp
     rope_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     latent_inputs: LatentInputsOp
     attention_queries: AttentionQueriesOp
@@ -230,11 +231,12 @@ def reference_ops() -> Ops:
     """The torch references: the CPU backend and the oracle of every fast version."""
     return Ops(
         linear=linear.linear,
-        linear_fp32=linear.linear_fp32,
         linear_parts=linear.linear_parts,
+        linear_pair=linear.linear_pair,
+        linear_fp32=linear.linear_fp32,
         linear_fp32_parts=linear.linear_fp32_parts,
-        norm_activation=fused.norm_activation,
         add_parts=parts.add_parts,
+        norm_activation=fused.norm_activation,
         rope_angles=rope.rope_angles,
         latent_inputs=fused.latent_inputs,
         attention_queries=fused.attention_queries,

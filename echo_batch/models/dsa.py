@@ -23,10 +23,10 @@ INDEX_KEY_NORM_EPS = 1e-6
 class Projected(NamedTuple):
     """What one layer makes of T new tokens before any query: what the cache keeps, and what queries are made of."""
 
-    normed: Tensor
-    """[T, D] after input_layernorm, in the compute dtype"""
     latents: LatentInputs
     """query rank, KV rows, index keys"""
+    head_logits: Tensor | None
+    """parts fp32 [S, T, Hi] of the indexer's head weights; None on layers without an indexer"""
 
 
 class AttentionInputs(NamedTuple):
@@ -62,9 +62,13 @@ def project(
     index_format: IndexFormat,
 ) -> Projected:
     """normed [T, D] (after input_layernorm) -> Projected."""
-    indexer = weights.indexer
+    indexer, head_logits = weights.indexer, None
+    if indexer is None:
+        first = ops.linear_parts(normed, weights.fused_a)
+    else:
+        first, head_logits = ops.linear_pair(normed, weights.fused_a, indexer.weights_proj)
     latents = ops.latent_inputs(
-        ops.linear_parts(normed, weights.fused_a),
+        first,
         angles.cos,
         angles.sin,
         weights.q_a_norm,
@@ -79,7 +83,7 @@ def project(
         index_format=index_format,
         ue8m0=quantization_for(weights.q_b),
     )
-    return Projected(normed.values, latents)
+    return Projected(latents, head_logits)
 
 
 def all_queries(
@@ -91,11 +95,8 @@ def all_queries(
     index_format: IndexFormat,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Queries of attention and, on layers that select, of the indexer with its head weights: one product for both."""
-    indexer = weights.indexer
-    head_logits = None if indexer is None else ops.linear_fp32_parts(projected.normed, indexer.weights_proj)
-    return _queries(
-        ops, config, weights, ops.linear(projected.latents.query, weights.q_b), head_logits, angles, index_format
-    )
+    query = ops.linear(projected.latents.query, weights.q_b)
+    return _queries(ops, config, weights, query, projected.head_logits, angles, index_format)
 
 
 def project_query(ops: Ops, weights: AttentionWeights, projected: Projected, angles: Angles) -> Tensor:
@@ -119,13 +120,13 @@ def index_query(
     index_format: IndexFormat,
 ) -> tuple[Tensor, Tensor]:
     """The indexer's query [T, Hi, 128] and head weights fp32 [T, Hi] alone, of a layer that selects."""
-    assert weights.indexer is not None
+    assert projected.head_logits is not None
     own = rows_of(weights.q_b, _query_columns(weights, angles), weights.q_b.shape[0])
     return ops.index_query(
         ops.linear(projected.latents.query, own).unflatten(1, (config.index_n_heads, -1)),
         angles.cos,
         angles.sin,
-        ops.linear_fp32_parts(projected.normed, weights.indexer.weights_proj),
+        projected.head_logits,
         interleaved=config.index_rope.interleaved,
         index_format=index_format,
     )

@@ -45,3 +45,8 @@ def linear_fp32_parts(x: Tensor, weight: Tensor) -> Tensor:
     adds the parts is saved.
     """
     return linear_fp32(x, weight).unsqueeze(0)
+
+
+def linear_pair(x: Activation, weight: Weight, small: Tensor) -> tuple[Tensor | Parts, Tensor]:
+    """`linear_parts` with one weight and `linear_fp32_parts` with another, of the same input."""
+    return linear_parts(x, weight), linear_fp32_parts(x.values, small)

@@ -66,6 +66,56 @@ def _fp8_linear_kernel(
 
 
 @triton.jit
+def _few_rows_part(
+    column_block,
+    split,
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    weight_scale_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    inner,
+    x_scale_row_stride,
+    x_scale_group_stride,
+    blocks_per_split,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """All rows in one program, the weight as the left operand: that is the side of which tensor cores want 64 rows.
+
+    Without masks on what is loaded (which would cost a pass through registers): places outside read the last row or
+    column again, and are not stored.
+    """
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, GROUP)
+    num_blocks = inner // GROUP
+    read_row = tl.minimum(row, num_rows - 1)
+    read_column = tl.minimum(column, num_columns - 1).to(tl.int64)
+    x_ptrs = x_ptr + read_row[None, :] * inner + k[:, None]
+    weight_ptrs = weight_ptr + read_column[:, None] * inner + k[None, :]
+    x_scale_ptrs = x_scale_ptr + read_row * x_scale_row_stride
+    weight_scale_ptr += ((column_block * BLOCK_N) // GROUP) * num_blocks
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first = split * blocks_per_split
+    # Stages of this loop, not of the launch: so the loads of the scales are pipelined too (10.2 against 10.9 us for
+    # 2240 x 7168, 16.7 against 19.4 for 32768 x 1536 on an H200).
+    for block in tl.range(first, tl.minimum(first + blocks_per_split, num_blocks), num_stages=STAGES):
+        weight = tl.load(weight_ptrs + block * GROUP)
+        x = tl.load(x_ptrs + block * GROUP)
+        scale = tl.load(x_scale_ptrs + block * x_scale_group_stride) * tl.load(weight_scale_ptr + block)
+        total += tl.dot(weight, x) * scale[None, :]
+    out_ptr += split.to(tl.int64) * num_rows * num_columns
+    at = row.to(tl.int64)[None, :] * num_columns + column[:, None]
+    inside = (row < num_rows)[None, :] & (column < num_columns)[:, None]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _few_rows_kernel(
     x_ptr,
     x_scale_ptr,
@@ -84,37 +134,60 @@ def _few_rows_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """All rows in one program, the weight as the left operand: that is the side of which tensor cores want 64 rows.
-
-    Without masks on what is loaded (which would cost a pass through registers): places outside read the last row or
-    column again, and are not stored.
-    """
     if DEPENDENT:
         wait_for_inputs()
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
-    row = tl.arange(0, BLOCK_M)
-    k = tl.arange(0, GROUP)
-    num_blocks = inner // GROUP
-    read_row = tl.minimum(row, num_rows - 1)
-    read_column = tl.minimum(column, num_columns - 1).to(tl.int64)
-    x_ptrs = x_ptr + read_row[None, :] * inner + k[:, None]
-    weight_ptrs = weight_ptr + read_column[:, None] * inner + k[None, :]
-    x_scale_ptrs = x_scale_ptr + read_row * x_scale_row_stride
-    weight_scale_ptr += ((tl.program_id(0) * BLOCK_N) // GROUP) * num_blocks
+    _few_rows_part(
+        tl.program_id(0),
+        tl.program_id(1),
+        x_ptr,
+        x_scale_ptr,
+        weight_ptr,
+        weight_scale_ptr,
+        out_ptr,
+        num_rows,
+        num_columns,
+        inner,
+        x_scale_row_stride,
+        x_scale_group_stride,
+        blocks_per_split,
+        BLOCK_M,
+        BLOCK_N,
+        GROUP,
+        STAGES,
+    )
+
+
+@triton.jit
+def _fp32_part(
+    column_block,
+    part,
+    row_block,
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Rows and columns of one program of `linear_fp32_parts`, for BLOCKS blocks of the inner dimension."""
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    read_column = tl.minimum(column, num_columns - 1)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    first = split * blocks_per_split
-    # Stages of this loop, not of the launch: so the loads of the scales are pipelined too (10.2 against 10.9 us for
-    # 2240 x 7168, 16.7 against 19.4 for 32768 x 1536 on an H200).
-    for block in tl.range(first, tl.minimum(first + blocks_per_split, num_blocks), num_stages=STAGES):
-        weight = tl.load(weight_ptrs + block * GROUP)
-        x = tl.load(x_ptrs + block * GROUP)
-        scale = tl.load(x_scale_ptrs + block * x_scale_group_stride) * tl.load(weight_scale_ptr + block)
-        total += tl.dot(weight, x) * scale[None, :]
-    out_ptr += split.to(tl.int64) * num_rows * num_columns
-    at = row.to(tl.int64)[None, :] * num_columns + column[:, None]
-    inside = (row < num_rows)[None, :] & (column < num_columns)[:, None]
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    for block in range(BLOCKS):
+        k = (part * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = k < inner
+        weight = tl.load(weight_ptr + read_column[:, None] * inner + k[None, :], mask=inside[None, :], other=0.0)
+        x = tl.load(x_ptr + read_row[None, :] * inner + k[:, None], mask=inside[:, None], other=0.0)
+        total += tl.dot(weight.to(COMPUTE), x.to(COMPUTE), input_precision="ieee")
+    at = (part * num_rows + row.to(tl.int64))[None, :] * num_columns + column[:, None]
+    tl.store(out_ptr + at, total, mask=(row < num_rows)[None, :] & (column < num_columns)[:, None])
 
 
 @triton.jit
@@ -132,23 +205,97 @@ def _parts_kernel(
     COMPUTE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rows and columns of one program for BLOCKS blocks of the inner dimension."""
     if DEPENDENT:
         wait_for_inputs()
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(1)
-    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
-    read_column = tl.minimum(column, num_columns - 1)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(BLOCKS):
-        k = (part * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside = k < inner
-        weight = tl.load(weight_ptr + read_column[:, None] * inner + k[None, :], mask=inside[None, :], other=0.0)
-        x = tl.load(x_ptr + read_row[None, :] * inner + k[:, None], mask=inside[:, None], other=0.0)
-        total += tl.dot(weight.to(COMPUTE), x.to(COMPUTE), input_precision="ieee")
-    at = (part * num_rows + row.to(tl.int64))[None, :] * num_columns + column[:, None]
-    tl.store(out_ptr + at, total, mask=(row < num_rows)[None, :] & (column < num_columns)[:, None])
+    _fp32_part(
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2),
+        x_ptr,
+        weight_ptr,
+        out_ptr,
+        num_rows,
+        num_columns,
+        inner,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        BLOCKS,
+        COMPUTE,
+    )
+
+
+@triton.jit
+def _pair_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    weight_scale_ptr,
+    out_ptr,
+    values_ptr,
+    small_ptr,
+    small_out_ptr,
+    num_rows,
+    num_columns,
+    inner,
+    x_scale_row_stride,
+    x_scale_group_stride,
+    blocks_per_split,
+    column_blocks,
+    num_first,
+    num_small,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SMALL_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The first `num_first` programs: the fp8 linear; the others: the one with fp32 results."""
+    if DEPENDENT:
+        wait_for_inputs()
+    program = tl.program_id(0)
+    if program < num_first:
+        _few_rows_part(
+            program % column_blocks,
+            program // column_blocks,
+            x_ptr,
+            x_scale_ptr,
+            weight_ptr,
+            weight_scale_ptr,
+            out_ptr,
+            num_rows,
+            num_columns,
+            inner,
+            x_scale_row_stride,
+            x_scale_group_stride,
+            blocks_per_split,
+            BLOCK_M,
+            BLOCK_N,
+            GROUP,
+            STAGES,
+        )
+    else:
+        small_blocks = tl.cdiv(num_small, SMALL_N)
+        _fp32_part(
+            (program - num_first) % small_blocks,
+            (program - num_first) // small_blocks,
+            0,
+            values_ptr,
+            small_ptr,
+            small_out_ptr,
+            num_rows,
+            num_small,
+            inner,
+            BLOCK_M,
+            SMALL_N,
+            BLOCK_K,
+            BLOCKS,
+            COMPUTE,
+        )
 
 
 def num_splits(num_rows: int, num_columns: int, inner: int, block_m: int, block_n: int) -> int:
@@ -261,6 +408,18 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 PARTS_ROWS = 256
 """Up to here `linear_fp32_parts` splits the inner dimension; more rows fill the GPU without."""
+_PART_N, _PART_K, _PART_BLOCKS = 64, 128, 2
+"""Of one program: 112 programs for a router of 256 experts and an inner dimension of 7,168."""
+
+
+def _empty_fp32_parts(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Where the parts of `linear_fp32_parts` go; None if there are none."""
+    (num_rows, inner), num_columns = x.shape, weight.shape[0]
+    if not 0 < num_rows <= PARTS_ROWS or num_columns > 512 or not x.dtype == weight.dtype == torch.bfloat16:
+        return None
+    assert x.is_contiguous() and weight.is_contiguous()
+    num_parts = triton.cdiv(inner, _PART_K * _PART_BLOCKS)
+    return torch.empty(num_parts, num_rows, num_columns, dtype=torch.float32, device=x.device)
 
 
 def linear_fp32_parts(x: Tensor, weight: Tensor) -> Tensor:
@@ -268,30 +427,77 @@ def linear_fp32_parts(x: Tensor, weight: Tensor) -> Tensor:
 
     One launch for few rows.
     """
-    num_rows, inner = x.shape
-    num_columns = weight.shape[0]
-    if not 0 < num_rows <= PARTS_ROWS or num_columns > 512 or not x.dtype == weight.dtype == torch.bfloat16:
+    out = _empty_fp32_parts(x, weight)
+    if out is None:
         return linear_fp32(x, weight).unsqueeze(0)
-    assert x.is_contiguous() and weight.is_contiguous()
-    # 112 programs for a router of 256 experts and an inner dimension of 7,168.
+    num_parts, num_rows, num_columns = out.shape
     block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    block_k, blocks = 128, 2
-    parts = triton.cdiv(inner, block_k * blocks)
-    out = torch.empty(parts, num_rows, num_columns, dtype=torch.float32, device=x.device)
-    _parts_kernel[(triton.cdiv(num_columns, 64), parts, triton.cdiv(num_rows, block_m))](
+    _parts_kernel[(triton.cdiv(num_columns, _PART_N), num_parts, triton.cdiv(num_rows, block_m))](
         x,
         weight,
         out,
         num_rows,
         num_columns,
-        inner,
+        x.shape[1],
         BLOCK_M=block_m,
-        BLOCK_N=64,
-        BLOCK_K=block_k,
-        BLOCKS=blocks,
+        BLOCK_N=_PART_N,
+        BLOCK_K=_PART_K,
+        BLOCKS=_PART_BLOCKS,
         COMPUTE=dot_type(x),
         num_warps=4,
         num_stages=3,
         **dependent(x.device),
     )
     return out
+
+
+def linear_pair(x: Activation, weight: Weight, small: Tensor) -> tuple[Tensor | Parts, Tensor]:
+    """As reference.linear.linear_pair: `linear_parts` and `linear_fp32_parts`; one launch for few rows and fp8.
+
+    Where `weight` alone leaves multiprocessors idle, `small` then costs no time of its own.
+    """
+    small_out = _empty_fp32_parts(x.values, small)
+    if small_out is None or x.values.shape[0] > FEW_ROWS or not isinstance(weight, QuantizedWeight):
+        return linear_parts(x, weight), linear_fp32_parts(x.values, small)
+    values, scale = quantized(x, weight.ue8m0)
+    assert values.is_contiguous() and weight.data.is_contiguous() and weight.scale.is_contiguous()
+    (num_rows, inner), num_columns = values.shape, weight.shape[0]
+    splits = few_rows_splits(num_columns, inner)
+    shape, dtype = (num_rows, num_columns), x.values.dtype
+    if splits > 1:
+        out = torch.empty(splits, *shape, dtype=torch.float32, device=values.device)
+    else:
+        out = torch.empty(shape, dtype=dtype, device=values.device)
+    column_blocks = triton.cdiv(num_columns, 128)
+    num_first = column_blocks * splits
+    _pair_kernel[(num_first + triton.cdiv(small.shape[0], _PART_N) * small_out.shape[0],)](
+        values,
+        scale,
+        weight.data,
+        weight.scale,
+        out,
+        x.values,
+        small,
+        small_out,
+        num_rows,
+        num_columns,
+        inner,
+        scale.stride(0),
+        scale.stride(1),
+        triton.cdiv(inner // QUANT_BLOCK, splits),
+        column_blocks,
+        num_first,
+        small.shape[0],
+        BLOCK_M=16 if num_rows <= 16 else FEW_ROWS,
+        BLOCK_N=128,
+        GROUP=QUANT_BLOCK,
+        STAGES=4,
+        SMALL_N=_PART_N,
+        BLOCK_K=_PART_K,
+        BLOCKS=_PART_BLOCKS,
+        COMPUTE=dot_type(x.values),
+        num_warps=4,
+        num_stages=3,
+        **dependent(values.device),
+    )
+    return Parts(out, dtype) if splits > 1 else out, small_out

@@ -81,7 +81,7 @@ def decode_ops(num_tokens: int) -> None:
     norm_rope.rope_angles(zeros(t, dtype=torch.int32), zeros(32, dtype=torch.float32))
     # The real width, which is split; as is the output projection below.
     wide = Activation(zeros(t, 7168), zeros(t, 7168, dtype=FP8), zeros(t, 56, dtype=torch.float32))
-    a = linear.linear_parts(wide, weight(q_rank + 128 + 576, 7168))
+    a, _ = linear.linear_pair(wide, weight(q_rank + 128 + 576, 7168), zeros(index_heads, 7168))
     assert isinstance(a, Parts) and a.values.shape[0] == 4
     first = fused.latent_inputs(
         a,

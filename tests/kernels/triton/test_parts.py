@@ -133,8 +133,26 @@ def test_a_linear_in_parts(num_rows: int, inner: int, splits: int, monkeypatch: 
     assert isinstance(added, Tensor) and torch.equal(added, whole)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "inner", "kind"), [(18, 1024, "fp8"), (3, 512, "fp8"), (3, 600, "bf16"), (40, 512, "fp8")]
+)
+def test_two_linears_of_one_input(num_rows: int, inner: int, kind: str) -> None:
+    x, small = Activation(randn(num_rows, inner, seed=1, dtype=BF16)), randn(70, inner, seed=3, dtype=BF16)
+    weight = quantized(200, inner, seed=2) if kind == "fp8" else randn(200, inner, seed=2, dtype=BF16)
+    first, second = linear.linear_pair(x, weight, small)
+    assert torch.equal(add_parts(first), linear.linear(x, weight))
+    assert torch.equal(second, linear.linear_fp32_parts(x.values, small))
+    _, second = linear.linear_pair(x, weight, small.float())
+    assert torch.equal(second, linear.linear_fp32_parts(x.values, small.float()))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 3, 18, 32])
 def test_real_shapes(num_tokens: int) -> None:
     check_norm(num_tokens, 7168, True)
     check_latent_inputs(num_tokens, 4, 1536, "fp8", True)
+    x, small = randn(num_tokens, 7168, seed=1, dtype=BF16), randn(64, 7168, seed=2, dtype=BF16)
+    weight = quantized(2240, 7168, seed=3)
+    first, second = linear.linear_pair(Activation(x), weight, small)
+    assert isinstance(first, Parts) and torch.equal(add_parts(first), linear.linear(Activation(x), weight))
+    assert torch.equal(second, linear.linear_fp32_parts(x, small))
