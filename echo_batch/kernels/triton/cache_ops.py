@@ -10,7 +10,8 @@ clock hand walks over windows of rows and takes the least recently used one of e
 Resolve is two launches, because marking and evicting must not share one: a program could evict what another has just
 hit. `mark` protects hits and claims misses: it pushes each missing entry onto a chain whose head is the slot's place in
 host_to_gpu (as -2 - entry); the entry that found the place empty owns the miss. `place` gives each owner a row, copies
-the bytes and writes the row to all entries of the chain.
+the bytes and writes the row to all entries of the chain. Where a CUDA kernel makes the selection, it marks it as well
+(kernels/cuda/mark.cuh), and only `place` follows (kernels/gpu_cache.py).
 """
 
 import torch
@@ -30,6 +31,7 @@ from echo_batch.kernels.triton.cache_kernels import (
     release_kernel,
     violations_kernel,
 )
+from echo_batch.kernels.triton.dependent import dependent
 from echo_batch.kernels.triton.row_copy import row_words
 
 MARK_ENTRIES = 128
@@ -199,6 +201,7 @@ def _mark(maps: GroupMaps, selected: Tensor, step: Tensor, miss_count: Tensor, *
         DELAY=max_delay,
         E=MARK_ENTRIES,
         num_warps=1,
+        **dependent(step.device),
     )
     return Marked(rows, miss_slots, miss_entries)
 
@@ -246,5 +249,6 @@ def _place(
         BLOCK=triton.next_power_of_2(words),
         W=WINDOW_ROWS,
         num_warps=1,
+        **dependent(step.device),
     )
     return miss_rows
