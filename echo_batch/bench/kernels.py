@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from echo_batch.kernels.cuda import topk as cuda_topk
 from echo_batch.kernels.cuda import topk_rows as cuda_topk_rows
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 from echo_batch.kernels.gpu_ops import GpuLibraries, find_libraries
-from echo_batch.kernels.parts import ExpertParts
+from echo_batch.kernels.parts import ExpertParts, Parts
 from echo_batch.kernels.reference import sampling as reference_sampling
 from echo_batch.kernels.reference.sampling import SamplingTensors
 from echo_batch.kernels.triton import (
@@ -39,7 +40,7 @@ from echo_batch.kernels.triton import (
     sampling,
     topk,
 )
-from echo_batch.kernels.weights import QuantizedWeight, block_shape
+from echo_batch.kernels.weights import QuantizedWeight, Weight, block_shape
 
 BF16 = torch.bfloat16
 HIDDEN = 7168
@@ -338,6 +339,74 @@ def small_cases(libraries: GpuLibraries) -> Iterator[Case]:
             yield name, case, "triton", [call], 0.0, 0.0
 
 
+def split_sums_cases(libraries: GpuLibraries) -> Iterator[Case]:
+    """What reading results in parts saves: launches that only add, against their work inside the kernel that reads."""
+    first = [random_weight(2240, HIDDEN) for _ in range(10)]
+    last = [random_weight(HIDDEN, 16384) for _ in range(3)]
+    small = [torch.randn(64, HIDDEN, device="cuda", dtype=BF16) for _ in range(10)]
+    ones = {size: torch.ones(size, device="cuda") for size in (128, 512, 1536, HIDDEN)}
+    for tokens in (3, 18, 32):
+        case = f"T={tokens}"
+        hidden, x, value = (torch.randn(tokens, width, device="cuda", dtype=BF16) for width in (HIDDEN, HIDDEN, 16384))
+        normed = Activation(x, *quant.quantize_groups(x, ue8m0=True))
+        attended = Activation(value, *quant.quantize_groups(value, ue8m0=True))
+        cos, sin = norm_rope.rope_angles(torch.arange(tokens, device="cuda"), torch.rand(32, device="cuda"))
+        norm = partial(norm_rope.norm_activation, weight=ones[HIDDEN], eps=1e-6, ue8m0=True)
+        latent = partial(
+            fused.latent_inputs,
+            cos=cos,
+            sin=sin,
+            q_weight=ones[1536],
+            kv_weight=ones[512],
+            key_weight=ones[128],
+            key_bias=ones[128],
+            eps=1e-6,
+            key_eps=1e-6,
+            interleaved=True,
+            index_interleaved=False,
+            row_format=ROWS,
+            index_format=INDEX,
+            ue8m0=True,
+        )
+        onto = partial(norm, hidden)
+        for name, op in (("add first", linear.linear), ("parts", linear.linear_parts)):
+            calls = [partial(_read, onto, op, attended, w) for w in last]
+            yield "o + norm", case, name, calls, HIDDEN * 16384e-9, 0.0
+            calls = [partial(_read, latent, op, normed, w) for w in first]
+            yield "a + latents", case, name, calls, 2240 * HIDDEN * 1e-9, 0.0
+        gb = (2240 + 2 * 64) * HIDDEN * 1e-9
+        for name, pair in (("apart", _two_linears), ("one launch", linear.linear_pair)):
+            calls = [partial(pair, normed, w, s) for w, s in zip(first, small, strict=True)]
+            yield "a + head weights", case, name, calls, gb, 0.0
+        results = [_expert_parts(tokens) for _ in range(4)]
+        calls = [partial(_read, onto, parts.add_parts, result) for result in results]
+        yield "experts + norm", case, "add first", calls, 0.0, 0.0
+        yield "experts + norm", case, "parts", [partial(onto, result) for result in results], 0.0, 0.0
+        delta = torch.randn_like(hidden)
+        yield "norm", case, "added", [partial(onto, delta)], 0.0, 0.0
+    # One worker of eight, of 18 tokens each: 32 experts and the shared one.
+    x = torch.randn(144, HIDDEN, device="cuda", dtype=BF16)
+    experts = torch.rand(144, 264, device="cuda").topk(9).indices.to(torch.int32)
+    experts = torch.where(experts < 33, experts, -1)
+    call = [partial(moe_layout.dispatch_masked, *quant.quantize_groups(x, ue8m0=True), experts, 33, 256)]
+    yield "dispatch", "T=144, 33 experts", "triton", call, 0.0, 0.0
+
+
+def _read(reader: Callable[[Any], object], op: Callable[..., object], *arguments: object) -> None:
+    reader(op(*arguments))
+
+
+def _two_linears(x: Activation, weight: Weight, small: Tensor) -> tuple[Tensor | Parts, Tensor]:
+    return linear.linear_parts(x, weight), linear.linear_fp32_parts(x.values, small)
+
+
+def _expert_parts(tokens: int) -> ExpertParts:
+    """Results of eight experts and the shared one, in rows far apart."""
+    rows = torch.randperm(33 * 256, device="cuda")[: tokens * 9].to(torch.int32).view(tokens, 9)
+    values = torch.randn(33 * 256, HIDDEN, device="cuda", dtype=BF16)
+    return ExpertParts(values, rows, torch.rand(tokens, 9, device="cuda"), None, BF16)
+
+
 def sampling_cases(libraries: GpuLibraries) -> Iterator[Case]:
     batch, vocab = 32, 129280
     logits = torch.randn(batch, vocab, device="cuda") * 3
@@ -371,6 +440,7 @@ GROUPS = {
     "linear": linear_cases,
     "moe": moe_cases,
     "small": small_cases,
+    "split_sums": split_sums_cases,
     "sampling": sampling_cases,
 }
 

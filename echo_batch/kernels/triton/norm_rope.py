@@ -43,14 +43,14 @@ def _rms_norm_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One row a program. What is added: NUM_PARTS parts, or NUM_SLOTS experts' results; nothing if both are 0."""
-    if DEPENDENT:
-        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_P2)
     inside = column < width
     dtype = hidden_ptr.dtype.element_ty
-    # All loads first: none is moved over a store or the barriers of a reduction.
+    # All loads first: none is moved over a store or the barriers of a reduction. The weight is no kernel's result.
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        wait_for_inputs()
     x = tl.load(hidden_ptr + row * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
     if NUM_PARTS > 0:
         delta = load_sum(delta_ptr + row * delta_stride + column, delta_part_stride, inside, NUM_PARTS)
