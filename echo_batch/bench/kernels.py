@@ -376,8 +376,8 @@ def split_sums_cases(libraries: GpuLibraries) -> Iterator[Case]:
             yield "a + latents", case, name, calls, 2240 * HIDDEN * 1e-9, 0.0
         gb = (2240 + 2 * 64) * HIDDEN * 1e-9
         for name, pair in (("apart", _two_linears), ("one launch", linear.linear_pair)):
-            calls = [partial(pair, normed, w, s) for w, s in zip(first, small, strict=True)]
-            yield "a + head weights", case, name, calls, gb, 0.0
+            both = [partial(pair, normed, w, s) for w, s in zip(first, small, strict=True)]
+            yield "a + head weights", case, name, both, gb, 0.0
         results = [_expert_parts(tokens) for _ in range(4)]
         calls = [partial(_read, onto, parts.add_parts, result) for result in results]
         yield "experts + norm", case, "add first", calls, 0.0, 0.0
