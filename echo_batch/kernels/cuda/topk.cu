@@ -17,7 +17,6 @@
 // bytes), MIN_BLOCKS (a multiprocessor is to hold), MARK, MAX_DELAY (mark.cuh).
 
 #include "cluster.cuh"
-#include "hopper.cuh"
 #include "mark.cuh"
 
 constexpr u32 BLOCK_SIZE = 64;  // token slots of a block
@@ -291,7 +290,6 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     const int* const block_table = block_tables == nullptr ? nullptr : block_tables + (long long)row * table_stride;
 
 #if MARK
-    let_next_start();  // `place`, which waits for the end of all blocks
     const Marks marks = {positions, miss_slots, miss_entries, miss_count, priority, host_to_gpu, step};
     if (rank == 0 && thread == 0) atomicAdd(selected_count, k);
     if (length < k) {  // Everything is selected; the whole cluster leaves here.

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from echo_batch.kernels import cache_layout as layout
-from echo_batch.kernels.triton.dependent import wait_for_inputs
 from echo_batch.kernels.triton.row_copy import load_row, store_row
 
 SELECTED = tl.constexpr(layout.SELECTED)
@@ -184,11 +183,8 @@ def mark_kernel(
     WARM: tl.constexpr,
     DELAY: tl.constexpr,
     E: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Protect hits; chain the entries of each missing slot and list its owner (-1 in the list for the others)."""
-    if DEPENDENT:
-        wait_for_inputs()
     now = tl.load(step)
     if DELAY > 0:
         delay(step, now, DELAY)
@@ -241,11 +237,8 @@ def place_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     W: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Give the misses rows: candidates from `skip` on (those before went to appended tokens). One warp a program."""
-    if DEPENDENT:
-        wait_for_inputs()
     # The chain of loads is what takes the time, so what does not depend on the number of misses is loaded together with
     # it; volatile, or the compiler would move these loads behind the comparison with that number.
     i = tl.program_id(0)

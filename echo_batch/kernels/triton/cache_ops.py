@@ -31,7 +31,6 @@ from echo_batch.kernels.triton.cache_kernels import (
     release_kernel,
     violations_kernel,
 )
-from echo_batch.kernels.triton.dependent import dependent
 from echo_batch.kernels.triton.row_copy import row_words
 
 MARK_ENTRIES = 128
@@ -201,7 +200,6 @@ def _mark(maps: GroupMaps, selected: Tensor, step: Tensor, miss_count: Tensor, *
         DELAY=max_delay,
         E=MARK_ENTRIES,
         num_warps=1,
-        **dependent(step.device),
     )
     return Marked(rows, miss_slots, miss_entries)
 
@@ -249,6 +247,5 @@ def _place(
         BLOCK=triton.next_power_of_2(words),
         W=WINDOW_ROWS,
         num_warps=1,
-        **dependent(step.device),
     )
     return miss_rows

@@ -13,7 +13,6 @@ from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.parts import Parts
 from echo_batch.kernels.reference.fused import LatentInputs
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.triton.norm_rope import hadamard_dot, rotate
 from echo_batch.kernels.triton.parts import load_sum
 from echo_batch.kernels.triton.quant import dot_type, empty_scales, group_scale, quantize_last, to_fp8
@@ -190,10 +189,7 @@ def _latent_kernel(
     INDEX_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     COMPUTE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     dtype: tl.constexpr = q_normed_ptr.dtype.element_ty
@@ -339,6 +335,5 @@ def latent_inputs(
             GROUP=QUANT_BLOCK,
             COMPUTE=dot_type(q_normed),
             num_warps=4,
-            **dependent(device),
         )
     return LatentInputs(query, kv_row, index_key if has_indexer else None)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.parts import Parts
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.triton.parts import add_parts
 from echo_batch.kernels.triton.quant import dot_type, quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
@@ -132,10 +131,7 @@ def _few_rows_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     _few_rows_part(
         tl.program_id(0),
         tl.program_id(1),
@@ -203,10 +199,7 @@ def _parts_kernel(
     BLOCK_K: tl.constexpr,
     BLOCKS: tl.constexpr,
     COMPUTE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     _fp32_part(
         tl.program_id(0),
         tl.program_id(1),
@@ -252,11 +245,8 @@ def _pair_kernel(
     BLOCK_K: tl.constexpr,
     BLOCKS: tl.constexpr,
     COMPUTE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """The first `num_first` programs: the fp8 linear; the others: the one with fp32 results."""
-    if DEPENDENT:
-        wait_for_inputs()
     program = tl.program_id(0)
     if program < num_first:
         _few_rows_part(
@@ -326,6 +316,12 @@ def few_rows_splits(num_columns: int, inner: int) -> int:
     return 4 if inner >= 4096 else 2
 
 
+def _stages(splits: int) -> int:
+    """Blocks of the inner dimension under way at once in a program; programs of split sums stay longer in their loop
+    (2240 x 7168 on an H200: 7.6 us with six, 9.5 with four)."""
+    return 6 if splits > 1 else 4
+
+
 def fp8_linear(values: Tensor, scale: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Quantized x (e4m3 [T, in], fp32 scales [T, in / 128] in any strides) times weight [out, in] -> [T, out]."""
     out = fp8_linear_parts(values, scale, weight, dtype)
@@ -359,9 +355,8 @@ def fp8_linear_parts(values: Tensor, scale: Tensor, weight: QuantizedWeight, dty
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             GROUP=QUANT_BLOCK,
-            STAGES=4,
+            STAGES=_stages(splits),
             num_warps=4,
-            **dependent(values.device),
         )
     elif num_rows:
         _fp8_linear_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, block_n), splits)](
@@ -446,7 +441,6 @@ def linear_fp32_parts(x: Tensor, weight: Tensor) -> Tensor:
         COMPUTE=dot_type(x),
         num_warps=4,
         num_stages=3,
-        **dependent(x.device),
     )
     return out
 
@@ -491,13 +485,12 @@ def linear_pair(x: Activation, weight: Weight, small: Tensor) -> tuple[Tensor | 
         BLOCK_M=16 if num_rows <= 16 else FEW_ROWS,
         BLOCK_N=128,
         GROUP=QUANT_BLOCK,
-        STAGES=4,
+        STAGES=_stages(splits),
         SMALL_N=_PART_N,
         BLOCK_K=_PART_K,
         BLOCKS=_PART_BLOCKS,
         COMPUTE=dot_type(x.values),
         num_warps=4,
         num_stages=3,
-        **dependent(values.device),
     )
     return Parts(out, dtype) if splits > 1 else out, small_out

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation, quantization_for
 from echo_batch.kernels.parts import ExpertParts, Result
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.triton.quant import dot_type, quantized, swiglu_quantized
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 
@@ -37,11 +36,8 @@ def _route_kernel(
     GROUP_SIZE: tl.constexpr,
     GROUP_P2: tl.constexpr,
     K_P2: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One token a program; the experts as a matrix [groups, experts of a group]. NUM_COLUMNS: TOP_K, or one more."""
-    if DEPENDENT:
-        wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_P2)[:, None]
     member = tl.arange(0, GROUP_P2)[None, :]
@@ -144,7 +140,6 @@ def route(
             GROUP_P2=triton.next_power_of_2(size),
             K_P2=triton.next_power_of_2(columns),
             num_warps=1,
-            **dependent(logits.device),
         )
     return weights, experts
 
@@ -181,11 +176,8 @@ def _group_kernel(
     BLOCK_M: tl.constexpr,
     EXPERTS_P2: tl.constexpr,
     CHUNK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Program e lists the pairs of expert e, in order, in blocks of its own; the last program closes the list."""
-    if DEPENDENT:
-        wait_for_inputs()
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     bins = tl.arange(0, EXPERTS_P2)
@@ -234,11 +226,8 @@ def _grouped_linear_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     COMPUTE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Out row of pair p = x row p // pairs_per_row times its expert's matrix; one program: one block of one expert."""
-    if DEPENDENT:
-        wait_for_inputs()
     expert = tl.load(block_expert_ptr + tl.program_id(0)).to(tl.int64)
     if expert >= 0:
         pair = tl.load(order_ptr + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))
@@ -304,7 +293,6 @@ def _grouped_linear(
         COMPUTE=dot_type(x.values),
         num_warps=4,
         num_stages=3,
-        **dependent(weight.device),
     )
 
 
@@ -353,7 +341,6 @@ def routed_experts(
         EXPERTS_P2=max(32, triton.next_power_of_2(num_experts)),
         CHUNK=1024,
         num_warps=4,
-        **dependent(x.values.device),
     )
     hidden = torch.empty(num_pairs, gate_up.shape[1], dtype=x.values.dtype, device=device)
     _grouped_linear(x, gate_up, order, block_expert, hidden, block_m)

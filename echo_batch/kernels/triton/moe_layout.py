@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.triton.quant import quantize_last
 from echo_batch.kernels.weights import QUANT_BLOCK
 
@@ -39,11 +38,8 @@ def _expert_rows_kernel(
     ALIGNMENT: tl.constexpr,
     EXPERTS_P2: tl.constexpr,
     CHUNK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Program e places the pairs of expert e."""
-    if DEPENDENT:
-        wait_for_inputs()
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     bins = tl.arange(0, EXPERTS_P2)
@@ -91,7 +87,6 @@ def expert_rows(experts: Tensor, num_experts: int, *, alignment: int) -> ExpertR
         EXPERTS_P2=max(32, triton.next_power_of_2(num_experts)),
         CHUNK=_chunk(num_pairs),
         num_warps=4,
-        **dependent(experts.device),
     )
     return ExpertRows(row_of_pair, layout, num_rows)
 
@@ -134,10 +129,7 @@ def _dispatch_kernel(
     num_rows,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     pair = tl.program_id(0)
     token = (pair // num_slots).to(tl.int64)
     row = tl.load(row_of_pair_ptr + pair).to(tl.int64)
@@ -176,7 +168,6 @@ def dispatch(values: Tensor, scale: Tensor, rows: ExpertRows) -> tuple[Tensor, T
         GROUPS=32,
         GROUP=QUANT_BLOCK,
         num_warps=4,
-        **dependent(values.device),
     )
     return out.view(torch.float8_e4m3fn), out_scale
 
@@ -200,11 +191,8 @@ def _dispatch_masked_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """A program for each pair, and behind them one for each expert, which counts its pairs."""
-    if DEPENDENT:
-        wait_for_inputs()
     program = tl.program_id(0)
     is_pair = program < num_pairs
     expert = tl.load(experts_ptr + program, mask=is_pair, other=0)
@@ -265,7 +253,6 @@ def dispatch_masked(
         GROUP=QUANT_BLOCK,
         CHUNK=_chunk(num_pairs),
         num_warps=4,
-        **dependent(device),
     )
     return ExpertRows(row_of_pair, counts, num_rows), out.view(torch.float8_e4m3fn), out_scale
 
@@ -284,10 +271,7 @@ def _swiglu_rows_kernel(
     MASKED: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     row = tl.load(row_of_pair_ptr + tl.program_id(0)).to(tl.int64)
     if row >= 0:
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -323,6 +307,5 @@ def swiglu_quantize_rows(
         GROUPS=8,
         GROUP=QUANT_BLOCK,
         num_warps=4,
-        **dependent(gate_up.device),
     )
     return out, out_scale

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.parts import ExpertParts, Parts, Result
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.triton.parts import expert_tensors, load_expert_sum, load_sum
 from echo_batch.kernels.triton.quant import empty_scales, group_scale, to_fp8
 from echo_batch.kernels.weights import QUANT_BLOCK
@@ -40,17 +39,14 @@ def _rms_norm_kernel(
     UE8M0: tl.constexpr,
     WIDTH_P2: tl.constexpr,
     GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One row a program. What is added: NUM_PARTS parts, or NUM_SLOTS experts' results; nothing if both are 0."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_P2)
     inside = column < width
     dtype = hidden_ptr.dtype.element_ty
-    # All loads first: none is moved over a store or the barriers of a reduction. The weight is no kernel's result.
+    # All loads first: none is moved over a store or the barriers of a reduction.
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if DEPENDENT:
-        wait_for_inputs()
     x = tl.load(hidden_ptr + row * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
     if NUM_PARTS > 0:
         delta = load_sum(delta_ptr + row * delta_stride + column, delta_part_stride, inside, NUM_PARTS)
@@ -124,7 +120,6 @@ def norm_activation(
             WIDTH_P2=width_p2,
             GROUP=QUANT_BLOCK,
             num_warps=min(16, max(1, width_p2 // 512)),
-            **dependent(hidden.device),
         )
     return total, Activation(normed, values, scale)
 

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from echo_batch.kernels.parts import ExpertParts, Parts, Result
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 
 
 @triton.jit
@@ -55,10 +54,7 @@ def _add_parts_kernel(
     part_stride,
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = load_sum(parts_ptr + row * row_stride + column, part_stride, column < width, NUM_PARTS)
@@ -76,10 +72,7 @@ def _combine_kernel(
     HAS_ADDEND: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = load_expert_sum(values_ptr, rows_ptr, weights_ptr, addend_ptr, token, column, width, HAS_ADDEND, NUM_SLOTS)
@@ -105,7 +98,6 @@ def add_parts(result: Result) -> Tensor:
                 NUM_PARTS=values.shape[0],
                 BLOCK=block,
                 num_warps=4,
-                **dependent(values.device),
             )
         return out
     num_tokens, num_slots = result.rows.shape
@@ -124,7 +116,6 @@ def add_parts(result: Result) -> Tensor:
             NUM_SLOTS=num_slots,
             BLOCK=block,
             num_warps=4,
-            **dependent(values.device),
         )
     return out
 

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.weights import QUANT_BLOCK
 
 
@@ -62,11 +61,8 @@ def _quantize_kernel(
     SWIGLU: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One program: ROWS rows of one group. With SWIGLU a row of x is [gate | up], 2 * width wide."""
-    if DEPENDENT:
-        wait_for_inputs()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
     column = group * GROUP + tl.arange(0, GROUP)
@@ -121,7 +117,6 @@ def _quantize(x: Tensor, width: int, ue8m0: bool, product: Tensor | None) -> tup
         ROWS=rows,
         GROUP=QUANT_BLOCK,
         num_warps=1 if rows == 1 else 4,
-        **dependent(x.device),
     )
     return values, scale
 

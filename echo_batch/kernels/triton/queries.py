@@ -11,7 +11,6 @@ from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.triton.fused import rotate_first
 from echo_batch.kernels.triton.norm_rope import apply_rope, hadamard_dot, rotate
 from echo_batch.kernels.triton.quant import dot_type, empty_scales, quantize_last
@@ -91,10 +90,7 @@ def _index_query_kernel(
     ROPE: tl.constexpr,
     DIM: tl.constexpr,
     COMPUTE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     _index_query_part(
         tl.program_id(0).to(tl.int64),
         tl.program_id(1) * HEADS,
@@ -156,7 +152,6 @@ def index_query(
             DIM=dim,
             COMPUTE=dot_type(query),
             num_warps=4,
-            **dependent(query.device),
         )
     return values, weights
 
@@ -208,11 +203,8 @@ def _queries_kernel(
     INDEX_HEADS: tl.constexpr,
     INDEX_DIM: tl.constexpr,
     COMPUTE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """The first `num_absorbing` programs: a head and some columns of the latent; the others: an index query's heads."""
-    if DEPENDENT:
-        wait_for_inputs()
     program = tl.program_id(0)
     if program < num_absorbing:
         blocks = LATENT // BLOCK_N
@@ -333,7 +325,6 @@ def attention_queries(
         INDEX_DIM=dim,
         COMPUTE=dot_type(projected),
         num_warps=4,
-        **dependent(device),
     )
     return absorbed, values, weights
 
@@ -357,11 +348,8 @@ def _head_values_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     COMPUTE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One program: BLOCK_N values of a head (a quantization group), of all tokens."""
-    if DEPENDENT:
-        wait_for_inputs()
     head = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = tl.arange(0, TOKENS).to(tl.int64)
@@ -421,7 +409,6 @@ def head_values(latent: Tensor, value_up: Tensor, ue8m0: bool | None) -> Activat
         BLOCK_K=64 if latent.dtype == torch.float32 else 128,
         COMPUTE=dot_type(latent),
         num_warps=4,
-        **dependent(device),
         num_stages=4 if latent.dtype != torch.float32 else 2,
     )
     return Activation(out, quantized, scale)

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
-from echo_batch.kernels.triton.dependent import dependent, wait_for_inputs
 from echo_batch.kernels.triton.rows import key_bytes, move_key
 
 COPY_PROGRAMS = 256
@@ -80,11 +79,7 @@ def copy_rows_kernel(
 
 
 @triton.jit
-def write_rows_kernel(
-    kv_rows, gpu_pool, rows, host_pool, slots, WORDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    if DEPENDENT:
-        wait_for_inputs()
+def write_rows_kernel(kv_rows, gpu_pool, rows, host_pool, slots, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0)
     words = load_row(kv_rows, i, WORDS, BLOCK)
     store_row(gpu_pool, tl.load(rows + i), words, WORDS, BLOCK)
@@ -107,10 +102,7 @@ def write_tokens_kernel(
     PAGE: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        wait_for_inputs()
     i = tl.program_id(0)
     slot = tl.load(slots + i)
     words = load_row(kv_rows, i, WORDS, BLOCK)
@@ -171,7 +163,6 @@ def write_rows(kv_rows: Tensor, gpu_rows: Tensor, rows: Tensor, host_rows: Tenso
         WORDS=words,
         BLOCK=triton.next_power_of_2(words),
         num_warps=1,
-        **dependent(kv_rows.device),
     )
 
 
@@ -207,7 +198,6 @@ def write_tokens(
         VALUE_BYTES=value_bytes,
         SCALE_BYTES=scale_bytes,
         num_warps=1,
-        **dependent(kv_rows.device),
     )
 
 

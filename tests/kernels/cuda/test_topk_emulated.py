@@ -49,7 +49,6 @@ def build(directory: Path, instance: Instance, *, mark: bool) -> ctypes.CDLL:
     clusters, marking = '#include "cluster.cuh"', '#include "mark.cuh"'
     assert all(source.count(part) == 1 for part in (dynamic, clusters, marking))
     source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
-    source = source.replace('#include "hopper.cuh"', "static void let_next_start() {}")
     source = source.replace(clusters, f'#include "{here / "cluster_emulation.h"}"')
     source = source.replace(marking, folder.joinpath("mark.cuh").read_text().replace("#pragma once", ""))
     code, library = directory / "topk.cpp", directory / f"topk_{mark}.so"
