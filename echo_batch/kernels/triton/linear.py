@@ -18,6 +18,7 @@ from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.parts import Parts
 from echo_batch.kernels.triton.parts import add_parts
 from echo_batch.kernels.triton.quant import dot_type, quantized
+from echo_batch.kernels.triton.stages import stages_that_fit
 from echo_batch.kernels.weights import QUANT_BLOCK, QuantizedWeight, Weight
 
 _TARGET_PROGRAMS = 264
@@ -316,10 +317,10 @@ def few_rows_splits(num_columns: int, inner: int) -> int:
     return 4 if inner >= 4096 else 2
 
 
-def _stages(splits: int) -> int:
-    """Blocks of the inner dimension under way at once in a program; programs of split sums stay longer in their loop
-    (2240 x 7168 on an H200: 7.6 us with six, 9.5 with four)."""
-    return 6 if splits > 1 else 4
+def _stages(splits: int, block_m: int, device: torch.device) -> int:
+    """Blocks of the inner dimension under way at once in a program of few rows; programs of split sums stay longer in
+    their loop (2240 x 7168 on an H200: 7.6 us with six, 9.5 with four)."""
+    return stages_that_fit(6 if splits > 1 else 4, (128 + block_m) * QUANT_BLOCK, device)
 
 
 def fp8_linear(values: Tensor, scale: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -355,7 +356,7 @@ def fp8_linear_parts(values: Tensor, scale: Tensor, weight: QuantizedWeight, dty
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             GROUP=QUANT_BLOCK,
-            STAGES=_stages(splits),
+            STAGES=_stages(splits, block_m, values.device),
             num_warps=4,
         )
     elif num_rows:
@@ -462,7 +463,7 @@ def linear_pair(x: Activation, weight: Weight, small: Tensor) -> tuple[Tensor | 
         out = torch.empty(splits, *shape, dtype=torch.float32, device=values.device)
     else:
         out = torch.empty(shape, dtype=dtype, device=values.device)
-    column_blocks = triton.cdiv(num_columns, 128)
+    column_blocks, block_m = triton.cdiv(num_columns, 128), 16 if num_rows <= 16 else FEW_ROWS
     num_first = column_blocks * splits
     _pair_kernel[(num_first + triton.cdiv(small.shape[0], _PART_N) * small_out.shape[0],)](
         values,
@@ -482,10 +483,10 @@ def linear_pair(x: Activation, weight: Weight, small: Tensor) -> tuple[Tensor | 
         column_blocks,
         num_first,
         small.shape[0],
-        BLOCK_M=16 if num_rows <= 16 else FEW_ROWS,
+        BLOCK_M=block_m,
         BLOCK_N=128,
         GROUP=QUANT_BLOCK,
-        STAGES=_stages(splits),
+        STAGES=_stages(splits, block_m, values.device),
         SMALL_N=_PART_N,
         BLOCK_K=_PART_K,
         BLOCKS=_PART_BLOCKS,
