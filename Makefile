@@ -48,7 +48,7 @@ unit: $(STAMP) ## pytest without what needs a GPU or measures time.
 
 # Side by side: most of their time is compiling and launching, not the GPU's.
 test-gpu: $(STAMP) ## The tests that need an NVIDIA GPU.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m gpu -n 4 --dist worksteal -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m gpu -n $(JOBS) --dist worksteal -q
 
 bench: $(STAMP) ## The measurements (on whatever machine this is).
 	$(BIN)/pytest -m bench -q -s
