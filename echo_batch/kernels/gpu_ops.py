@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from echo_batch.kernels.activation import Activation
+from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda import runtime
 from echo_batch.kernels.cuda import sampling as cuda_sampling
 from echo_batch.kernels.cuda import topk as cuda_topk
@@ -47,11 +48,15 @@ class GpuLibraries:
     flash_mla: FlashMla | None
     cuda_kernels: bool
     """whether kernels/cuda can be compiled and run"""
+    cuda_indexer: bool = False
+    """whether its indexer can, too"""
 
 
 def find_libraries(device: torch.device) -> GpuLibraries:
     """Look for the optional libraries; imports what is there."""
-    return GpuLibraries(load_deep_gemm(device), load_flash_mla(device), runtime.available(device))
+    return GpuLibraries(
+        load_deep_gemm(device), load_flash_mla(device), runtime.available(device), cuda_indexer.available(device)
+    )
 
 
 def cuda_ops(reference: Ops, libraries: GpuLibraries) -> Ops:
@@ -173,6 +178,9 @@ class _Dispatch:
         library = self.libraries.deep_gemm
         if library is not None and fmt.kind == "fp8" and query.shape[1] in (32, 64):
             return library.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt, schedule)
+        # What scores in fused prefetch, which has the library's bits but not Triton's: prefetch must change none.
+        if self.libraries.cuda_indexer and cuda_indexer.supports(query.shape[1], fmt):
+            return cuda_indexer.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
         return indexer.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
 
     def index_scores_contiguous(

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.cuda import indexer as cuda_indexer
-from echo_batch.kernels.cuda import runtime
 from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
 from echo_batch.kernels.formats import IndexFormat
 from echo_batch.kernels.ops import Ops
@@ -25,7 +24,7 @@ OVERLAP = False
 
 def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
     """Prefetch ops whose scores have the bits of `ops.index_scores_paged` on this device."""
-    found = _Dispatch(runtime.available(device), LISTS, RangesOfOps(ops))
+    found = _Dispatch(cuda_indexer.available(device), LISTS, RangesOfOps(ops))
     return PrefetchOps(
         set_aside=portable.set_aside,
         prefetch_rows=portable.prefetch_rows,
@@ -60,12 +59,13 @@ def resolve_topk_lists(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Dispatch:
-    cuda_kernels: bool
+    has_kernel: bool
+    """whether cuda/indexer.py can be compiled and run"""
     lists: bool
     ranges: RangesOfOps
 
     def make_lists(self, query: Tensor, fmt: IndexFormat, k: int) -> ScoreLists | None:
-        if not self.lists or not self.cuda_kernels or not cuda_indexer.supports(query.shape[1], fmt):
+        if not self.lists or not self.has_kernel or not cuda_indexer.supports(query.shape[1], fmt):
             return None
         return cuda_indexer.make_lists(query.device) if cuda_topk_lists.supports(query.shape[0], 1, k) else None
 
@@ -73,7 +73,7 @@ class _Dispatch:
         self, query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat,
         **rest: Any,
     ) -> None:  # fmt: skip
-        supported = self.cuda_kernels and cuda_indexer.supports(query.shape[1], fmt)
+        supported = self.has_kernel and cuda_indexer.supports(query.shape[1], fmt)
         score = cuda_indexer.index_scores_paged if supported else self.ranges
         score(query, weights, pages, block_table, seq_lens, fmt, **rest)
 
@@ -81,7 +81,7 @@ class _Dispatch:
         self, query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat,
         **rest: Any,
     ) -> Tensor:  # fmt: skip
-        if self.cuda_kernels and cuda_indexer.supports(query.shape[1], fmt):
+        if self.has_kernel and cuda_indexer.supports(query.shape[1], fmt):
             return cuda_indexer.index_scores_prefetch(query, weights, pages, block_table, seq_lens, fmt, **rest)
         # Scored by what scores without prefetch, so that the bits are the same.
         score = self.ranges.ops.index_scores_paged

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from echo_batch.kernels.contracts import GroupMaps
+from echo_batch.kernels.cuda import runtime
 from echo_batch.kernels.cuda.runtime import INT64, POINTER, UINT32, Argument, launch, load_kernel
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.prefetch_state import PrefetchState
@@ -44,6 +45,11 @@ class Instance(NamedTuple):
 
 SCORES_ONLY = Instance(stages=4, consumers=3)
 WITH_PREFETCH = Instance(stages=4, consumers=3, prefetch_warps=4, queue=192, early=6, rows=2)
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernel can be compiled for `device`: only Hopper has its matrix instructions (wgmma)."""
+    return runtime.available(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def supports(num_heads: int, fmt: IndexFormat) -> bool:

@@ -16,6 +16,9 @@ Argument = Tensor | int | float | None
 
 _SHARED_BYTES_BY_DEFAULT = 48 << 10
 """Dynamic shared memory that a kernel may have without asking for it."""
+_SHARED_BYTES = 227 << 10
+"""Of a block, at most, on Hopper and on Blackwell for servers: long rows and large vocabularies take it. GPUs for
+workstations have 99 KB."""
 
 
 class Kernel(NamedTuple):
@@ -27,8 +30,11 @@ class Kernel(NamedTuple):
 
 
 def available(device: torch.device) -> bool:
-    """Whether kernels with block clusters can be compiled for `device`: capability 9.0 or later, and NVRTC at hand."""
+    """Whether this folder's kernels run on `device`: block clusters (capability 9.0 or later), as much shared memory as
+    Hopper's, and NVRTC at hand."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    if torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor < _SHARED_BYTES:
         return False
     try:
         from cuda.bindings import nvrtc  # type: ignore[import-not-found]
