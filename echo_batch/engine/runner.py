@@ -125,6 +125,7 @@ class GraphRunner:
     _graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepLogits]] = field(default_factory=dict)
     _ring: deque[tuple[Tensor, torch.cuda.Event]] = field(default_factory=deque)
     _pool: Any = None
+    _stream: torch.cuda.Stream | None = None
     _branch: Branch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -199,8 +200,11 @@ class GraphRunner:
             )
 
         # Libraries compile and allocate at their first calls, which must not happen under capture.
-        # The priority is the graph's too: the branch's kernels get what these leave of the multiprocessors.
-        stream = torch.cuda.Stream(priority=-1)
+        if self._stream is None:
+            # One for all graphs: what a graph allocates is given to others only for the same stream. The priority is
+            # the graphs' too: the branch's kernels get what these leave of the multiprocessors.
+            self._stream = torch.cuda.Stream(priority=-1)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
