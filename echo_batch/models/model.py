@@ -12,7 +12,7 @@ from torch import Tensor
 from echo_batch.kernels.activation import Activation, quantization_for
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.ops import Ops
-from echo_batch.kernels.parts import Result, slice_rows
+from echo_batch.kernels.parts import Result
 from echo_batch.kernels.weights import Weight
 from echo_batch.models import dsa
 from echo_batch.models.config import ModelConfig
@@ -125,15 +125,3 @@ class Model:
         if stream.delta is not None:
             return torch.add(stream.hidden, self.ops.add_parts(stream.delta), out=out)
         return stream.hidden if out is None else out.copy_(stream.hidden)
-
-    @staticmethod
-    def slice_stream(stream: Stream, start: int, end: int) -> Stream:
-        """Tokens start..end of a stream (views)."""
-        delta = None if stream.delta is None else slice_rows(stream.delta, start, end)
-        return Stream(stream.hidden[start:end], delta)
-
-    def concat_streams(self, streams: list[Stream]) -> Stream:
-        """Streams at the same place of the same layer, one after another."""
-        deltas = [self.ops.add_parts(stream.delta) for stream in streams if stream.delta is not None]
-        assert len(deltas) in (0, len(streams))
-        return Stream(torch.cat([stream.hidden for stream in streams]), torch.cat(deltas) if deltas else None)

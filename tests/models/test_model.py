@@ -43,12 +43,12 @@ def chunked_forward(model: Model, ids: Tensor, cuts: tuple[int, ...]) -> Tensor:
     ops, topk = model.ops, model.config.index_topk
     chunks = list(zip(cuts[:-1], cuts[1:], strict=True))
     positions = torch.arange(ids.shape[0], dtype=torch.int32)
-    stream = model.embed(ids)
+    hidden = model.sum(model.embed(ids))
     selected: dict[tuple[int, int], Tensor] = {}
     for layer in range(model.config.num_layers):
         keys, rows, outputs = [], [], []
         for low, high in chunks:
-            part = model.slice_stream(stream, low, high)
+            part = Stream(hidden[low:high], None)
             part, inputs = model.attention_inputs(layer, part, model.angles(positions[low:high]))
             rows.append(inputs.kv_row)
             if inputs.index_query is not None and inputs.index_weights is not None and inputs.index_key is not None:
@@ -61,9 +61,9 @@ def chunked_forward(model: Model, ids: Tensor, cuts: tuple[int, ...]) -> Tensor:
             latent = ops.sparse_mla(
                 inputs.query, torch.cat(rows), selected[low, high], model.config.softmax_scale, model.row_format
             )
-            outputs.append(model.ffn(layer, model.attention_output(layer, part, latent)))
-        stream = model.concat_streams(outputs)
-    return model.logits(stream)
+            outputs.append(model.sum(model.ffn(layer, model.attention_output(layer, part, latent))))
+        hidden = torch.cat(outputs)
+    return model.logits(Stream(hidden, None))
 
 
 def test_padded_tokens_reach_no_expert_and_change_nothing(tiny_checkpoint: CheckpointFixture) -> None:
