@@ -36,7 +36,7 @@ def test_counts_add_up(bench: Any) -> None:
     assert found["model"]["layers"] == 3 and found["communication"] is None and found["capture"] is None
     for batch, case in zip((2, 3), found["cases"], strict=True):
         assert case["batch"] == case["active_rows_at_end"] == batch and not case["resident"]
-        assert case["tok_s"] == pytest.approx(batch / case["step_ms"] * 1e3, rel=1e-2)
+        assert case["tok_s"] == pytest.approx(batch / case["step_ms"] * 1e3, rel=1e-2, abs=0.06)  # to a tenth
         assert 0 < case["hit_rate"] < 1 and len(case["hit_rate_per_group"]) == 3
         misses = 3 * batch * 32 * (1 - case["hit_rate"])
         assert case["recalled_rows_per_step"] == pytest.approx(misses, abs=0.2)
