@@ -4,7 +4,7 @@
 
 Each item is a process of its own with a time limit, and leaves NAME.log (and NAME.json where the bench has one) in the
 folder. An item whose log says that it ended well is not run again, so a run that was cut goes on where it stopped; give
-another folder to measure anew. Tests run side by side, measurements alone. Exits 1 if anything failed.
+another folder to measure anew. Items run one after the other. Exits 1 if anything failed.
 """
 
 import argparse
@@ -24,19 +24,19 @@ DONE = "# done in"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One command. `group` is what --only and --skip name; `alone` items have the machine to themselves."""
+    """One command. `group` is what --only and --skip name; `seconds` its limit."""
 
     name: str
     group: str
     command: tuple[str, ...]
     seconds: int
-    alone: bool = True
 
 
-def tests(name: str, *paths: str) -> Item:
-    """pytest -m gpu over some files."""
-    command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations=5", *paths)
-    return Item(f"tests-{name}", "tests", command, 290, alone=False)
+def tests() -> Item:
+    """All tests that need a GPU, side by side as in `make test-gpu`."""
+    options = ("-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations=10", "--dist", "worksteal")
+    jobs = str(min(8, os.cpu_count() or 1))
+    return Item("tests", "tests", (sys.executable, "-m", "pytest", *options, "-n", jobs, "tests"), 600)
 
 
 def bench(name: str, group: str, kind: str, options: str, seconds: int = 120) -> Item:
@@ -51,18 +51,10 @@ def module(name: str, options: str = "", seconds: int = 120) -> Item:
 
 
 _SHALLOW = "--layers 8 --context 32K --steps 100 --locality 0.97"
-_DEEP = "--context 96K --steps 40 --ep-slice 8 --locality 0.99"
+_DEEP = "--context 96K --steps 30 --ep-slice 8 --locality 0.99"
 
 ITEMS = (
-    tests("decode", "tests/engine/test_gpu_decode.py"),
-    tests("prefill", "tests/engine/test_gpu_prefill.py", "tests/cache", "tests/test_demo_lossless.py"),
-    tests("libraries", "tests/kernels/libs", "tests/kernels/triton/test_moe.py", "tests/kernels/triton/test_linear.py"),
-    tests("cache", "tests/kernels/triton/test_cache_ops.py", "tests/kernels/triton/test_cache_graphs.py",
-          "tests/kernels/triton/test_row_copy.py", "tests/kernels/triton/test_indexer_prefetch.py"),
-    tests("kernels", "tests/kernels/cuda", "tests/kernels/triton", "--ignore=tests/kernels/triton/test_moe.py",
-          "--ignore=tests/kernels/triton/test_linear.py", "--ignore=tests/kernels/triton/test_cache_ops.py",
-          "--ignore=tests/kernels/triton/test_cache_graphs.py", "--ignore=tests/kernels/triton/test_row_copy.py",
-          "--ignore=tests/kernels/triton/test_indexer_prefetch.py"),
+    tests(),
     bench("decode", "decode", "decode", f"{_SHALLOW} --batch 3,19,27 --gpu-pool 110K --host-pool 900K"),
     bench("decode-off", "decode", "decode", f"{_SHALLOW} --batch 3 --host-pool 110K --offload off"),
     bench("decode-fused", "decode", "decode",
@@ -121,29 +113,28 @@ def chosen(items: Sequence[Item], only: set[str], skip: set[str]) -> list[Item]:
 
 def run(items: Sequence[Item], folder: Path, deadline: float) -> list[str]:
     """Run what has not ended well before; returns the names of what failed or was not started."""
-    todo = [item for item in items if not is_done(folder, item)]
-    together = [item for item in todo if not item.alone]
     failed = []
-    for batch in filter(None, [together, *([item] for item in todo if item.alone)]):
+    for item in items:
+        if is_done(folder, item):
+            continue
         if time.monotonic() > deadline:
-            failed += [item.name for item in batch]
+            failed.append(item.name)
             continue
         started = time.monotonic()
-        running = [(item, start(item, folder)) for item in batch]
-        for item, process in running:
-            try:
-                code: int | str = process.wait(max(1.0, item.seconds - (time.monotonic() - started)))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                code = f"cut after {item.seconds} s"
-            seconds = time.monotonic() - started
-            if code == 0:
-                with log_of(folder, item).open("a", encoding="utf-8") as log:
-                    log.write(f"{DONE} {seconds:.1f} s\n")
-            else:
-                failed.append(item.name)
-            print(f"{item.name:18} {'ok' if code == 0 else f'FAILED ({code})'} {seconds:6.1f} s", flush=True)
+        process = start(item, folder)
+        try:
+            code: int | str = process.wait(item.seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = f"cut after {item.seconds} s"
+        seconds = time.monotonic() - started
+        if code == 0:
+            with log_of(folder, item).open("a", encoding="utf-8") as log:
+                log.write(f"{DONE} {seconds:.1f} s\n")
+        else:
+            failed.append(item.name)
+        print(f"{item.name:18} {'ok' if code == 0 else f'FAILED ({code})'} {seconds:6.1f} s", flush=True)
     return failed
 
 
@@ -156,6 +147,8 @@ def start(item: Item, folder: Path) -> "subprocess.Popen[bytes]":
         log.write(f"$ {' '.join(command)}\n".encode())
         log.flush()
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        if item.group == "tests":
+            environment |= {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
