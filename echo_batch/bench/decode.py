@@ -209,7 +209,8 @@ _CACHE_KERNELS = (
     "count_kernel", "prepare_kernel", "list_kernel", "append_kernel", "mark_kernel", "place_kernel",
     "write_rows_kernel", "write_tokens_kernel", "copy_rows_kernel", "set_aside_kernel", "claim_kernel", "fetch_kernel",
 )  # fmt: skip
-"""Of kernels/triton: what a step has because of offloading (without it, one plain row write a layer)."""
+"""Of kernels/triton: what a step has because of offloading (without it, one plain row write a layer). The look-up is
+not among them where the CUDA top-k does it."""
 
 
 def _cache_kernels(kernels: list[dict[str, Any]]) -> dict[str, float]:

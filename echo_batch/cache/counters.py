@@ -16,5 +16,5 @@ class CacheCounters:
     offloaded_rows: tuple[int, ...]
     """New rows of decoded tokens, written to both pools."""
     fallback_rows: tuple[int, ...]
-    """Of a batch: rows longer than k whose selection had to be searched for anew, because the k-th score that was
-    predicted is none yet (the first step of a request) or was too far off."""
+    """Of a batch: rows longer than k whose selection had to be searched for anew, because no k-th score was predicted
+    (the step before and the prompt's end had at most k tokens) or one that was too far off."""

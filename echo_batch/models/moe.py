@@ -31,7 +31,7 @@ def moe(
     """Routed experts of all tokens, shared experts of the first `num_shared` (None: all): x [T, D] -> [T, D].
 
     Tokens with valid bool [T] False (padding) reach no expert; choices that fall on other workers' experts add nothing
-    here. Sums in fp32, rounded once, by whoever reads the result if the op leaves that to him.
+    here. Sums in fp32, rounded once: by the reader of the result, if the op leaves it in parts.
     """
     num_shared = x.values.shape[0] if num_shared is None else num_shared
     stacked = weights.shared is None
