@@ -107,7 +107,8 @@ class Precompiler:
                     cache.release(range(num_blocks))
                 finally:
                     if stream is not None:
-                        stream.synchronize()  # the weights and the cache may go away now
+                        # The weights and the cache may go away now. All streams: a step may have been left on a branch.
+                        torch.cuda.synchronize(device)
 
     def _decode(self, model: Model, cache: KVCache) -> None:
         """A step of each shape, over rows that are all inactive, as when graphs are captured."""
