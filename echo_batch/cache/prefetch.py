@@ -7,8 +7,6 @@ that the row is expected to have. Rows come from a set that is freed at the star
 is ever evicted for a guess.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from echo_batch.cache.gpu_pool import GpuPool
 from echo_batch.cache.spec import CacheSpec
+from echo_batch.kernels.branch import Branch
 from echo_batch.kernels.contracts import Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE
 from echo_batch.kernels.ops import Ops
@@ -50,7 +49,7 @@ class PrefetchCounters:
 
 class Prefetcher:
     """Prefetch for one cache. Calls in a step: `begin` after the new tokens have got their rows; per selection group
-    `scores`, then `join` before the selection is resolved; `end`."""
+    `scores`, then `join` before the selection is resolved (with `resolve_topk`, if it `has_lists`); `end`."""
 
     def __init__(self, spec: CacheSpec, pool: GpuPool, host_rows: Tensor, ops: Ops, prefetch_ops: PrefetchOps) -> None:
         assert spec.prefetch_rows > 0 and pool.maps is not None
@@ -62,7 +61,7 @@ class Prefetcher:
         self._states = [self.state.group(g) for g in range(spec.num_groups)]
         self._group_maps = [pool.maps.group(g) for g in range(spec.num_groups)]
         self._wasted = torch.zeros(spec.num_groups, dtype=torch.int64, device=device)
-        self._branch = torch.cuda.Stream(device) if spec.prefetch == "branch" and device.type == "cuda" else None
+        self._branch = Branch(device) if spec.prefetch == "branch" else None
         self._num_parts = NUM_RANGES - 1 if spec.prefetch == "branch" else 1
         # By batch row, not by request: whatever stands there is only a guess at how many scores to list.
         self._margins = make_margins(spec.num_groups, MAX_ROWS, device) if spec.prefetch == "fused" else None
@@ -84,7 +83,8 @@ class Prefetcher:
         pages, host_rows, gpu_rows = self._pool.index_pages[group], self._host_rows[layer], self._pool.rows[layer]
         fmt = self.spec.index_format
         if self.spec.prefetch == "fused":
-            lists = self._prefetch_ops.make_lists(query, fmt, self.spec.index_topk)
+            width = block_table.shape[1] * BLOCK_SIZE
+            lists = self._prefetch_ops.make_lists(query, width, fmt, self.spec.index_topk)
             if lists is not None:
                 self._lists[group] = lists
             return self._prefetch_ops.index_scores_prefetch(
@@ -92,6 +92,7 @@ class Prefetcher:
                 state=self._states[group], step=step, host_rows=host_rows, gpu_rows=gpu_rows,
                 margins=None if lists is None else self._margins_of(group, query.shape[0]), lists=lists,
             )  # fmt: skip
+        assert self._branch is not None
         num_blocks = block_table.shape[1]
         borders = [num_blocks * i // NUM_RANGES for i in range(NUM_RANGES + 1)]
         scores = torch.empty((query.shape[0], num_blocks * BLOCK_SIZE), device=query.device)
@@ -102,7 +103,7 @@ class Prefetcher:
             )
             if number == NUM_RANGES - 1:
                 break
-            with self._on_branch():
+            with self._branch.fork():
                 self._prefetch_ops.prefetch_rows(
                     self._group_maps[group], self._states[group].part(number, self._num_parts), scores, block_table,
                     seq_lens, predicted, step, host_rows, gpu_rows, first=first * BLOCK_SIZE, end=end * BLOCK_SIZE,
@@ -110,9 +111,10 @@ class Prefetcher:
         return scores
 
     def join(self) -> None:
-        """What `scores` started has happened for whatever comes next, and before: top-k may change the prediction."""
+        """What comes next comes after the copies that `scores` started. The top-k need not: it changes the prediction,
+        but that only decides what else is copied."""
         if self._branch is not None:
-            torch.cuda.current_stream().wait_stream(self._branch)
+            self._branch.join()
 
     def has_lists(self, group: int) -> bool:
         """Whether the group's `scores` of this step have left lists: then `resolve_topk` is faster than others."""
@@ -169,16 +171,6 @@ class Prefetcher:
             late=tuple(columns[LATE]),
             dropped=tuple(columns[DROPPED]),
         )
-
-    @contextmanager
-    def _on_branch(self) -> Iterator[None]:
-        """Launches go behind what is launched by now, but not before what is launched next. Here: at once."""
-        if self._branch is None:
-            yield
-            return
-        self._branch.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._branch):
-            yield
 
 
 def make_prefetcher(

@@ -17,9 +17,10 @@ from echo_batch.kernels.triton import indexer_prefetch as portable
 from echo_batch.kernels.triton.cache_ops import place
 
 LISTS = False
-"""Whether the fused indexer lists likely scores for the top-k in a decode step. Off: not yet measured to be faster."""
+"""Whether the fused indexer lists likely scores for the top-k in a decode step. Off: the scoring
+becomes longer and the top-k not shorter (docs/prefetch.md)."""
 OVERLAP = False
-"""Whether that top-k's blocks come as the indexer's go. Off: not yet measured either."""
+"""Whether that top-k's blocks come as the indexer's go. With lists that makes a step as fast as without them."""
 
 
 def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
@@ -64,10 +65,10 @@ class _Dispatch:
     lists: bool
     ranges: RangesOfOps
 
-    def make_lists(self, query: Tensor, fmt: IndexFormat, k: int) -> ScoreLists | None:
+    def make_lists(self, query: Tensor, width: int, fmt: IndexFormat, k: int) -> ScoreLists | None:
         if not self.lists or not self.has_kernel or not cuda_indexer.supports(query.shape[1], fmt):
             return None
-        return cuda_indexer.make_lists(query.device) if cuda_topk_lists.supports(query.shape[0], 1, k) else None
+        return cuda_indexer.make_lists(query.device) if cuda_topk_lists.supports(query.shape[0], width, k) else None
 
     def index_scores_range(
         self, query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat,

@@ -12,7 +12,7 @@ from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.prefetch_state import PrefetchState
 from echo_batch.kernels.reference import prefetch as reference
-from echo_batch.kernels.score_lists import MAX_ROWS, MAX_TOPK, ScoreLists, make_score_lists
+from echo_batch.kernels.score_lists import MAX_ROWS, MAX_TOPK, POSITION_BITS, ScoreLists, make_score_lists
 
 
 class RangeScoresOp(Protocol):
@@ -106,8 +106,9 @@ class PrefetchOps:
     prefetch_rows: PrefetchRowsOp
     index_scores_range: RangeScoresOp
     index_scores_prefetch: ScoresPrefetchOp
-    make_lists: Callable[[Tensor, IndexFormat, int], ScoreLists | None]
-    """Lists for `index_scores_prefetch` with this query and a selection of k; None: it fills none, or should not."""
+    make_lists: Callable[[Tensor, int, IndexFormat, int], ScoreLists | None]
+    """Lists for `index_scores_prefetch` with this query, rows of so many scores and a selection of k; None: it fills
+    none, or should not."""
     resolve_topk_lists: ResolveListsOp
 
 
@@ -123,8 +124,8 @@ def reference_prefetch_ops(ops: Ops) -> PrefetchOps:
     )
 
 
-def _reference_lists(query: Tensor, fmt: IndexFormat, k: int) -> ScoreLists | None:
-    fits = query.shape[0] <= MAX_ROWS and k <= MAX_TOPK
+def _reference_lists(query: Tensor, width: int, fmt: IndexFormat, k: int) -> ScoreLists | None:
+    fits = query.shape[0] <= MAX_ROWS and width <= 1 << POSITION_BITS and k <= MAX_TOPK
     return make_score_lists(min(4, query.shape[0]), query.device) if fits else None
 
 

@@ -4,9 +4,19 @@ import math
 
 import torch
 
+from echo_batch.kernels.formats import IndexFormat
+from echo_batch.kernels.ops import reference_ops
+from echo_batch.kernels.prefetch_ops import reference_prefetch_ops
 from echo_batch.kernels.reference.topk import topk_positions
 from echo_batch.kernels.reference.topk_lists import count_listed, fill_lists, topk_lists
-from echo_batch.kernels.score_lists import COUNT, POSITION_BITS, make_margins, make_score_lists
+from echo_batch.kernels.score_lists import (
+    COUNT,
+    MAX_ROWS,
+    MAX_TOPK,
+    POSITION_BITS,
+    make_margins,
+    make_score_lists,
+)
 
 CPU = torch.device("cpu")
 
@@ -34,6 +44,18 @@ def test_lists_hold_every_score_from_the_bound_on() -> None:
     assert found == expected
     num_listed, complete = count_listed(lists, 5)
     assert num_listed.tolist() == [sum(r == row for r, _ in expected) for row in range(5)] and bool(complete.all())
+
+
+def test_lists_are_made_where_an_entry_can_name_its_place() -> None:
+    make, fmt = reference_prefetch_ops(reference_ops()).make_lists, IndexFormat("fp32")
+    width = 1 << POSITION_BITS
+    for num_rows, num_scores, k, fits in (
+        (MAX_ROWS, width, MAX_TOPK, True),
+        (MAX_ROWS + 1, width, MAX_TOPK, False),
+        (1, width + 64, MAX_TOPK, False),
+        (1, 64, MAX_TOPK + 1, False),
+    ):
+        assert (make(torch.empty(num_rows, 1, 128), num_scores, fmt, k) is not None) == fits, (num_rows, num_scores, k)
 
 
 def test_short_lists_are_incomplete() -> None:
