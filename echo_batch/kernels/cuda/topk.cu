@@ -18,20 +18,14 @@
 
 #include "cluster.cuh"
 #include "mark.cuh"
+#include "topk_keys.cuh"
 
-constexpr u32 BLOCK_SIZE = 64;  // token slots of a block
 constexpr u32 BINS = 512;
 constexpr u32 MAX_DOUBT = 512;
 constexpr u32 MAX_LIST = 2048;  // positions that a block lists in shared memory
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 CHUNK = 128;  // positions that a warp reads at once
 constexpr u32 MAX_HELD = IN_SHARED ? 1 : MAX_CHUNKS;
-constexpr u32 POSITION_BITS = 20;
-constexpr u32 LAST_POSITION = (1u << POSITION_BITS) - 1;
-constexpr u32 FULL_MASK = 0xffffffffu;
-constexpr u32 KEY_NAN = 1;  // below -inf, above "no candidate" (0)
-constexpr u32 KEY_MINUS_INF = 0x007fffffu;
-constexpr u32 KEY_PLUS_INF = 0xff800000u;
 constexpr u32 NO_CANDIDATE = 0xffffffffu;  // bits of a score outside of the row; a NaN of the row has others
 static_assert(THREADS % BINS == 0, "one thread a bin");
 static_assert(2 * CLUSTER <= 32, "one lane a count");
@@ -72,37 +66,15 @@ struct Shared {
 constexpr u32 SCORES_OFFSET = 16384;  // of the scores in shared memory
 static_assert(sizeof(Shared) <= SCORES_OFFSET, "shared memory");
 
-// Order-preserving key of a score as it is held: -0.0 made 0.0, every NaN of the row made 0x7fffffff.
-static __device__ __forceinline__ u32 key_of(float score) {
-    const u32 bits = __float_as_uint(score);
-    const u32 key = bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+// Keys of scores as they are held (Slice::settle): no -0.0, and a NaN of the row has other bits than no score.
+static __device__ __forceinline__ u32 held_key(float score) {
+    const u32 bits = __float_as_uint(score), key = ordered(bits);
     return score == score ? key : bits == NO_CANDIDATE ? 0 : KEY_NAN;
 }
 
-static __device__ __forceinline__ float score_of(u32 key) {
-    return __uint_as_float(key ^ (~(u32)((int)key >> 31) | 0x80000000u));
-}
-
-static __device__ __forceinline__ u64 full_key(float score, u32 position) {
-    const u32 key = key_of(score);
+static __device__ __forceinline__ u64 full_held_key(float score, u32 position) {
+    const u32 key = held_key(score);
     return key == 0 ? 0 : ((u64)key << POSITION_BITS) | (LAST_POSITION - position);
-}
-
-// Token slot of a position by its row's block table (-1: no block); without a table the position itself.
-static __device__ __forceinline__ int slot_of(const int* block_table, u32 position) {
-    if (block_table == nullptr) return (int)position;
-    const int block = block_table[position / BLOCK_SIZE];
-    return block < 0 ? -1 : block * (int)BLOCK_SIZE + (int)(position % BLOCK_SIZE);
-}
-
-// Bins around the prediction, by distance: 8 to an octave from 2^-17 to 2^15 on each side. The difference is rounded
-// monotonically, so scores that order one way never bin the other way. NaN goes to the lowest bin.
-static __device__ __forceinline__ u32 near_bin(float score, float prediction) {
-    constexpr u32 FIRST = 8 * (127 - 17);
-    const float nearest = __uint_as_float(FIRST << 20), farthest = __uint_as_float(((FIRST + BINS / 2) << 20) - 1);
-    const float distance = fmaxf(fminf(fabsf(score - prediction), farthest), nearest);
-    const u32 step = __float_as_uint(distance) >> 20;
-    return score >= prediction ? step - (FIRST - BINS / 2) : FIRST + BINS / 2 - 1 - step;
 }
 
 // The part of the row that one warp owns. Lane l holds positions first + 128 * chunk + 4 * l + (0..3).
@@ -320,10 +292,10 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
 
     // Scores above those in doubt are chosen: `above` of them. `count` are in doubt.
     u32 above = 0, count = MAX_DOUBT + 1, round = 0, doubt_bin = 0;
-    if (fabsf(prediction) < __uint_as_float(0x7f800000u)) {
+    if (is_finite(prediction)) {
         scores.each_tile([&](u32 start) {
             scores.bits(start, [&](float score, u32) {
-                atomicAdd(&shared.histogram[0][near_bin(score, prediction)], 1u);
+                atomicAdd(&shared.histogram[0][near_bin<BINS>(score, prediction)], 1u);
                 return false;
             });
         });
@@ -347,7 +319,7 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
         const u32 shift = range_bits > 9 ? range_bits - 9 : 0;
         scores.each_tile([&](u32 start) {
             scores.bits(start, [&](float score, u32 position) {
-                const u64 key = full_key(score, position);
+                const u64 key = full_held_key(score, position);
                 if (key >= low && key <= high) atomicAdd(&histogram[(u32)((key - low) >> shift)], 1u);
                 return false;
             });
@@ -368,12 +340,14 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     u32 mine_above = 0;
     scores.each_tile([&](u32 start) {
         if (by_bin) {
-            chosen = scores.bits(start, [&](float score, u32) { return near_bin(score, prediction) > doubt_bin; });
-            in_doubt = scores.bits(start, [&](float score, u32) { return near_bin(score, prediction) == doubt_bin; });
+            chosen = scores.bits(start, [&](float score, u32) { return near_bin<BINS>(score, prediction) > doubt_bin; });
+            in_doubt = scores.bits(
+                start, [&](float score, u32) { return near_bin<BINS>(score, prediction) == doubt_bin; });
         } else {
-            chosen = scores.bits(start, [&](float score, u32 position) { return full_key(score, position) > high; });
+            chosen = scores.bits(
+                start, [&](float score, u32 position) { return full_held_key(score, position) > high; });
             in_doubt = ~chosen & scores.bits(start, [&](float score, u32 position) {
-                return full_key(score, position) >= low;
+                return full_held_key(score, position) >= low;
             });
         }
         mine_above += count_bits(chosen);
@@ -385,7 +359,7 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
 #pragma unroll
                 for (u32 j = 0; j < 4; ++j) {
                     if (in_doubt >> (4 * i + j) & 1) {
-                        const u64 key = full_key(four[j], scores.slice.position(start + i, lane) + j);
+                        const u64 key = full_held_key(four[j], scores.slice.position(start + i, lane) + j);
                         shared.doubt[atomicAdd(&shared.num_doubt, 1u)] = key;
                     }
                 }
@@ -427,10 +401,10 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     scores.each_tile([&](u32 start) {
         if (!RESIDENT) {
             chosen = scores.bits(
-                start, [&](float score, u32 position) { return full_key(score, position) >= threshold; });
+                start, [&](float score, u32 position) { return full_held_key(score, position) >= threshold; });
         } else if (in_doubt != 0) {
             chosen |= in_doubt & scores.bits(start, [&](float score, u32 position) {
-                return full_key(score, position) >= threshold;
+                return full_held_key(score, position) >= threshold;
             });
         }
         warp_count += count_bits(chosen);
@@ -447,7 +421,7 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     scores.each_tile([&](u32 start) {
         if (!RESIDENT)
             chosen = scores.bits(
-                start, [&](float score, u32 position) { return full_key(score, position) >= threshold; });
+                start, [&](float score, u32 position) { return full_held_key(score, position) >= threshold; });
         // A byte a chunk: how many scores of it this lane and the lanes before have chosen (at most 128).
         constexpr u32 WORDS = (MAX_CHUNKS + 3) / 4;
         u32 places[WORDS], totals[WORDS];

@@ -8,7 +8,7 @@ constexpr u32 FULL_MASK = 0xffffffffu;
 constexpr u32 BLOCK_SIZE = 64;  // token slots of a block
 constexpr u32 POSITION_BITS = 20;
 constexpr u32 LAST_POSITION = (1u << POSITION_BITS) - 1;
-constexpr u32 KEY_NAN = 1;  // below -inf
+constexpr u32 KEY_NAN = 1;  // below -inf, above "nothing" (0)
 constexpr u32 KEY_MINUS_INF = 0x007fffffu;
 constexpr u32 KEY_PLUS_INF = 0xff800000u;
 
@@ -16,10 +16,13 @@ static __device__ __forceinline__ bool is_finite(float value) {
     return fabsf(value) < __uint_as_float(0x7f800000u);
 }
 
+// Bits of a score that is no NaN, as a number of the same order.
+static __device__ __forceinline__ u32 ordered(u32 bits) { return bits ^ ((u32)((int)bits >> 31) | 0x80000000u); }
+
 // Order-preserving key of a score: -0.0 counts as 0.0, all NaNs are equal.
 static __device__ __forceinline__ u32 key_of(float score) {
-    const u32 bits = __float_as_uint(score + 0.0f);
-    return score == score ? bits ^ ((u32)((int)bits >> 31) | 0x80000000u) : KEY_NAN;
+    const u32 key = ordered(__float_as_uint(score + 0.0f));
+    return score == score ? key : KEY_NAN;
 }
 
 static __device__ __forceinline__ float score_of(u32 key) {
@@ -32,6 +35,8 @@ static __device__ __forceinline__ u64 full_key(float score, u32 position) {
 }
 
 static __device__ __forceinline__ float score_of_full(u64 key) { return score_of((u32)(key >> POSITION_BITS)); }
+
+static __device__ __forceinline__ u32 position_of_full(u64 key) { return LAST_POSITION - ((u32)key & LAST_POSITION); }
 
 // Token slot of a position by its row's block table (-1: no block); without a table the position itself.
 static __device__ __forceinline__ int slot_of(const int* block_table, u32 position) {

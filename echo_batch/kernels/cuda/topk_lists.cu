@@ -273,8 +273,8 @@ topk_lists(const float* all_scores, long long row_stride, u32 width, const int* 
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     int* const selected = reinterpret_cast<int*>(shared_bytes + SHARED_BYTES);  // k positions
-    u64* const kept = reinterpret_cast<u64*>(selected + (k + 1) / 2 * 2);                          // [MAX_ENTRIES]
-    u32* const bitmap = reinterpret_cast<u32*>(kept + MAX_ENTRIES);                                // of all positions
+    u64* const kept = reinterpret_cast<u64*>(selected + (k + 1) / 2 * 2);       // [MAX_ENTRIES]
+    u32* const bitmap = reinterpret_cast<u32*>(kept + MAX_ENTRIES);             // of all positions
     const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const u32 row = blockIdx.x;
     for (u32 i = thread; i < (width + 31) / 32; i += THREADS) bitmap[i] = 0;
@@ -390,7 +390,7 @@ topk_lists(const float* all_scores, long long row_stride, u32 width, const int* 
     }
     auto choose = [&](u64 key) {
         if (key < threshold) return;
-        const u32 position = LAST_POSITION - ((u32)key & LAST_POSITION);
+        const u32 position = position_of_full(key);
         atomicOr(&bitmap[position / 32], 1u << (position % 32));
     };
     if (held)

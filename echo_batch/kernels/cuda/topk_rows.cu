@@ -12,17 +12,11 @@
 //
 // Compile-time: THREADS, MIN_BLOCKS (a multiprocessor is to hold), MAX_LIST, ALIGNED (rows start on 16 bytes).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "topk_keys.cuh"
 
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 CHUNK = 128;  // positions that a warp reads at once; lane l has 4 * l + (0..3)
 constexpr u32 UNROLL = 4;
-constexpr u32 POSITION_BITS = 20;
-constexpr u32 LAST_POSITION = (1u << POSITION_BITS) - 1;
-constexpr u32 FULL_MASK = 0xffffffffu;
-constexpr u32 KEY_NAN = 1;  // below -inf, above "no candidate" (0)
-constexpr u32 KEY_MINUS_INF = 0x007fffffu;
 constexpr u32 BINS = 2048;
 constexpr u32 DIGIT_BITS = 11;
 constexpr u32 TOP_SHIFT = 41;  // of the first digit of a full key (32 + POSITION_BITS bits)
@@ -38,23 +32,6 @@ struct Shared {
     u32 num_listed;
     u32 kth_key;
 };
-
-// Order-preserving key of a score: -0.0 as 0.0, every NaN the same.
-static __device__ __forceinline__ u32 key_of(float score) {
-    const u32 bits = __float_as_uint(score + 0.0f);
-    const u32 key = bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-    return score == score ? key : KEY_NAN;
-}
-
-static __device__ __forceinline__ float score_of(u32 key) {
-    return __uint_as_float(key ^ (~(u32)((int)key >> 31) | 0x80000000u));
-}
-
-static __device__ __forceinline__ u64 full_key(float score, u32 position) {
-    return ((u64)key_of(score) << POSITION_BITS) | (LAST_POSITION - position);
-}
-
-static __device__ __forceinline__ u32 position_of(u64 key) { return LAST_POSITION - ((u32)key & LAST_POSITION); }
 
 static __device__ __forceinline__ u32 before_lane(u32 bits, u32 lane) { return __popc(bits & ((1u << lane) - 1)); }
 
@@ -259,7 +236,7 @@ topk_rows(const float* __restrict__ all_scores, long long row_stride, u32 width,
             if (key >= bound) {
                 smallest = min(smallest, (u32)(key >> POSITION_BITS));
             } else {
-                const u32 position = position_of(key);
+                const u32 position = position_of_full(key);
                 atomicAnd(marks + 4 * (position / CHUNK) + position % 4, ~(1u << (position % CHUNK / 4)));
             }
         }

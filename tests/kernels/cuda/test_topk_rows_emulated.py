@@ -28,7 +28,8 @@ extern "C" void run(const float* scores, long long stride, u32 width, const int*
 
 
 def build(directory: Path, *, aligned: bool, max_list: int) -> ctypes.CDLL:
-    source = importlib.resources.files("echo_batch.kernels.cuda").joinpath("topk_rows.cu").read_text()
+    folder = importlib.resources.files("echo_batch.kernels.cuda")
+    source = folder.joinpath("topk_rows.cu").read_text()
     dynamic = "extern __shared__ __align__(16) unsigned char shared_bytes[];"
     assert dynamic in source
     source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
@@ -43,6 +44,7 @@ def build(directory: Path, *, aligned: bool, max_list: int) -> ctypes.CDLL:
         "-fPIC",
         "-shared",
         "-pthread",
+        f"-I{folder}",
         *defines,
         "-o",
         str(library),
