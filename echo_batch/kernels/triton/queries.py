@@ -14,6 +14,7 @@ from echo_batch.kernels.formats import IndexFormat
 from echo_batch.kernels.triton.fused import rotate_first
 from echo_batch.kernels.triton.norm_rope import apply_rope, hadamard_dot, rotate
 from echo_batch.kernels.triton.quant import dot_type, empty_scales, quantize_last
+from echo_batch.kernels.triton.stages import stages_that_fit
 from echo_batch.kernels.weights import QUANT_BLOCK
 
 
@@ -390,6 +391,9 @@ def head_values(latent: Tensor, value_up: Tensor, ue8m0: bool | None) -> Activat
     if ue8m0 is not None:
         quantized = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=device)
         scale = empty_scales(num_tokens, out.shape[1] // QUANT_BLOCK, device)
+    is_wide = latent.dtype == torch.float32
+    tokens, block_k = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64, 64 if is_wide else 128
+    stage_bytes = (tokens + QUANT_BLOCK) * block_k * latent.element_size()
     _head_values_kernel[(num_heads, num_values // QUANT_BLOCK)](
         latent,
         value_up,
@@ -403,12 +407,12 @@ def head_values(latent: Tensor, value_up: Tensor, ue8m0: bool | None) -> Activat
         0 if scale is None else scale.stride(1),
         QUANTIZE=ue8m0 is not None,
         UE8M0=bool(ue8m0),
-        TOKENS=16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64,
+        TOKENS=tokens,
         LATENT=width,
         BLOCK_N=QUANT_BLOCK,
-        BLOCK_K=64 if latent.dtype == torch.float32 else 128,
+        BLOCK_K=block_k,
         COMPUTE=dot_type(latent),
         num_warps=4,
-        num_stages=4 if latent.dtype != torch.float32 else 2,
+        num_stages=stages_that_fit(2 if is_wide else 4, stage_bytes, device),
     )
     return Activation(out, quantized, scale)

@@ -1,10 +1,12 @@
-"""Compile the decode step's Triton kernels for Hopper on a machine without a GPU: `python -m ...compile_ops`.
+"""Compile the decode step's Triton kernels for Hopper on a machine without a GPU: `python -m ...compile_ops 90 227`.
 
 The interpreter runs kernels as Python and lets through what the compiler refuses (a name that changes its type in a
 branch, an argument of 1 that becomes a constant). Here every launch compiles its kernel, with the arguments it would
 have on the card, and runs nothing. Needs a process of its own: kernels are made by mode when they are imported.
+For another GPU (capability, KB of shared memory of a block) only the loops that keep the most in flight are compiled.
 """
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +35,7 @@ from echo_batch.kernels.triton import (
     rows,
     sampling,
     slots,
+    stages,
     topk,
 )
 from echo_batch.kernels.weights import QuantizedWeight, block_shape
@@ -40,10 +43,10 @@ from echo_batch.kernels.weights import QuantizedWeight, block_shape
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
-def compile_instead_of_running() -> list[str]:
-    """From now on a launch only compiles; returns the list to which it adds the kernel's name."""
+def compile_instead_of_running(capability: int, shared_kilobytes: int) -> list[str]:
+    """From now on a launch only compiles, and must fit; returns the list to which it adds the kernel's name."""
     compiled: list[str] = []
-    target = GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", capability, 32)
     driver = SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
     )
@@ -52,9 +55,12 @@ def compile_instead_of_running() -> list[str]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled.append(self.fn.__name__)
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        assert kernel.metadata.shared <= shared_kilobytes << 10, (self.fn.__name__, kernel.metadata.shared)
+        return kernel
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
+    vars(stages)["_shared_bytes"] = lambda device: (shared_kilobytes << 10) - 2048
     for module in (fused, linear, moe, queries):
         vars(module)["dot_type"] = lambda x: tl.bfloat16 if x.dtype == BF16 else tl.float32
     return compiled
@@ -173,11 +179,24 @@ def step_cache_ops(num_tokens: int) -> None:
     cache_ops.violations(maps, step)
 
 
+def long_loops(num_tokens: int) -> None:
+    """What has most in flight, at the real width."""
+    t, width = num_tokens, 7168
+    x = Activation(zeros(t, width), zeros(t, width, dtype=FP8), zeros(t, width // 128, dtype=torch.float32))
+    linear.linear_pair(x, weight(2240, width), zeros(64, width))
+    chosen, router_weights = zeros(t, 9, dtype=torch.int32), zeros(t, 9, dtype=torch.float32)
+    moe.routed_experts(x, chosen, router_weights, weight(2, 512, width), weight(2, width, 256))
+    queries.head_values(zeros(min(t, queries.FEW_TOKENS), 2, 512), zeros(2, 128, 512), True)
+
+
 def main() -> None:
-    compiled = compile_instead_of_running()
-    for num_tokens in (1, 19):
+    capability, shared_kilobytes = (int(argument) for argument in sys.argv[1:])
+    compiled = compile_instead_of_running(capability, shared_kilobytes)
+    for num_tokens in (1, 19) if capability == 90 else ():
         decode_ops(num_tokens)
         step_cache_ops(num_tokens)
+    for num_tokens in (19, 600):
+        long_loops(num_tokens)
     print(" ".join(sorted(set(compiled))))
 
 
