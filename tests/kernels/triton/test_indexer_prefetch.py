@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from echo_batch.kernels.cuda import indexer as cuda_indexer
-from echo_batch.kernels.cuda import runtime
 from echo_batch.kernels.prefetch_state import CANDIDATES, PREFETCHED
 from echo_batch.kernels.reference import indexer as reference_indexer
 from echo_batch.kernels.reference import rows
@@ -123,8 +122,8 @@ def test_triton_with_a_low_prediction() -> None:
 
 @pytest.fixture
 def hopper() -> None:
-    if not runtime.available(DEVICE):
-        pytest.skip("needs a GPU of capability 9.0 and NVRTC")
+    if not cuda_indexer.available(DEVICE):
+        pytest.skip("needs a Hopper GPU and NVRTC")
 
 
 @pytest.mark.parametrize("instance", [cuda_indexer.SCORES_ONLY, FUSED])
