@@ -11,10 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from echo_batch.kernels.formats import RowFormat
+from echo_batch.kernels.triton.stages import fits
 
 _TARGET_PROGRAMS = 132
 """Multiprocessors of an H200."""
 _BLOCK_N = 32
+_SHARED_BYTES = 144_000
+"""What a program of 64 heads takes (fp8 rows, two stages); where that does not fit, a program has 16 heads."""
 
 
 @triton.jit
@@ -138,7 +141,8 @@ def sparse_mla(query: Tensor, rows: Tensor, indices: Tensor, softmax_scale: floa
     out = torch.empty(num_tokens, num_heads, fmt.latent_dim, dtype=query.dtype, device=query.device)
     if num_tokens == 0:
         return out
-    block_h = 16 if fmt.kind == "fp32" else min(64, max(16, triton.next_power_of_2(num_heads)))
+    is_small = fmt.kind == "fp32" or not fits(_SHARED_BYTES, query.device)
+    block_h = 16 if is_small else min(64, max(16, triton.next_power_of_2(num_heads)))
     splits = num_splits(num_tokens, num_heads, num_selected, block_h)
     target, largest, total = out, out, out
     if splits > 1:

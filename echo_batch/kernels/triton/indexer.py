@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Indexer scores in Triton: I[t, u] = key_scale[u] * sum_h weight[t, h] * relu(query[t, h] . key[u]) (spec 3.3).
 
-For GPUs or installs without DeepGEMM.
+For GPUs or installs without DeepGEMM; there decode steps on Hopper are scored by kernels/cuda/indexer.cu.
 """
 
 import torch

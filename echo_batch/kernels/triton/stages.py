@@ -1,4 +1,4 @@
-"""How many blocks of a loop may be under way at once: as many as a kernel is fastest with, if they fit."""
+"""What of a loop may be under way at once: as much as a kernel is fastest with, if that fits shared memory."""
 
 from functools import cache
 
@@ -10,6 +10,11 @@ def stages_that_fit(wanted: int, bytes_of_one: int, device: torch.device) -> int
     """At most `wanted` stages of `bytes_of_one` bytes of shared memory each; at least two. (227 KB a block on Hopper,
     163 on an A100, 99 on GPUs made for workstations.)"""
     return max(2, min(wanted, _shared_bytes(device) // bytes_of_one))
+
+
+def fits(num_bytes: int, device: torch.device) -> bool:
+    """Whether a block may have so much shared memory."""
+    return num_bytes <= _shared_bytes(device)
 
 
 @cache
