@@ -135,11 +135,11 @@ def _launch(
             ("MARK", int(marks[0][0] is not None)),
             ("MAX_DELAY", max_delay),
         ),
-        shared_bytes(width, k),
+        shared_bytes(MAX_WIDTH, MAX_TOPK),
         scores.device.index,
     )
     launch(
-        kernel,
+        kernel._replace(shared_bytes=shared_bytes(width, k)),
         (num_rows, 1, 1),
         threads,
         (

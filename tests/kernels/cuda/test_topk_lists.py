@@ -18,8 +18,9 @@ from torch import Tensor
 from echo_batch.kernels.cache_layout import MISSING, SELECTED
 from echo_batch.kernels.contracts import Marked
 from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
+from echo_batch.kernels.cuda.runtime import Kernel
 from echo_batch.kernels.reference.topk_lists import count_listed, topk_lists
-from echo_batch.kernels.score_lists import MAX_TOPK, ScoreLists
+from echo_batch.kernels.score_lists import MAX_TOPK, ScoreLists, make_score_lists
 from tests.kernels.marked import STEP, check_marked, make_selection
 from tests.kernels.score_lists_scenario import bounds, split_lists
 from tests.kernels.triton.test_topk import KINDS, dirtied, scores_of
@@ -206,3 +207,20 @@ def test_a_block_has_the_shared_memory_that_it_needs() -> None:
     assert not cuda_topk_lists.supports(1, 100, MAX_TOPK + 1) and not cuda_topk_lists.supports(2049, 100, 1)
     assert cuda_topk_lists.shared_bytes(1 << 20, MAX_TOPK) <= 227 << 10
     assert math.ceil(cuda_topk_lists.shared_bytes(98304, 2048) / 1024) <= 100
+
+
+def test_one_kernel_serves_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager steps see a wider table every 64 tokens: none of them may compile anew."""
+    loaded, given = set(), []
+
+    def load(*arguments: object) -> Kernel:
+        loaded.add(arguments)
+        return Kernel(None, 227 << 10)
+
+    monkeypatch.setattr(cuda_topk_lists, "load_kernel", load)
+    monkeypatch.setattr(cuda_topk_lists, "launch", lambda kernel, *_, **__: given.append(kernel.shared_bytes))
+    lists, state = make_score_lists(132, torch.device("cpu")), torch.zeros(2)
+    for width in (64, 8192, 98304):
+        lengths = torch.full((2,), width, dtype=torch.int32)
+        cuda_topk_lists.topk_lists(torch.zeros(2, width), lengths, 32, state, state, lists)
+    assert len(loaded) == 1 and given == [cuda_topk_lists.shared_bytes(width, 32) for width in (64, 8192, 98304)]
