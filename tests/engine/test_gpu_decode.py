@@ -15,6 +15,7 @@ from echo_batch.engine.batch import BatchState
 from echo_batch.engine.build import assemble_core
 from echo_batch.engine.decode import decode_step
 from echo_batch.engine.runner import GraphRunner, StepShape
+from echo_batch.kernels.branch import Branch
 from echo_batch.kernels.select import select_ops
 from echo_batch.models.config import ModelConfig
 from echo_batch.models.loader import load_model
@@ -87,12 +88,14 @@ def run(
     """Teacher-forced steps on synthetic contexts; yields each step's logits of the active rows.
 
     `residency`: begin resident; before step `leave_at` that ends, with the rows kept on the GPU or with none of them.
+    Eager steps with offloading have a branch, as those of a runner; those without it are the oracle and have none.
     """
     device = torch.device("cuda")
     cache = make_cache(spec, device, model.ops, poison=poison, residency=residency)
     try:
         state = BatchState.allocate(SHAPE.bucket, context + room + 1, spec.num_groups, device)
         runner = GraphRunner(model, cache, model.ops, state, depth=1)
+        branch = Branch(device) if spec.offload else None
         if graph:
             runner.capture([SHAPE, replace(SHAPE, resident=True)] if residency else [SHAPE])
         fill_contexts(model, cache, model.ops, state, batch=BATCH, context=context, room=room + 1, seed=3)
@@ -113,7 +116,14 @@ def run(
             else:
                 view = cache.for_step(shape.resident)
                 logits = decode_step(
-                    model, view, model.ops, state, bucket=SHAPE.bucket, max_blocks=max_blocks, greedy_only=True
+                    model,
+                    view,
+                    model.ops,
+                    state,
+                    bucket=SHAPE.bucket,
+                    max_blocks=max_blocks,
+                    greedy_only=True,
+                    branch=branch,
                 ).logits
             yield logits[:BATCH].clone(), cache
     finally:
