@@ -34,7 +34,9 @@ def available(device: torch.device) -> bool:
     Hopper's, and NVRTC at hand."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    if torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor < _SHARED_BYTES:
+    # Not every torch tells it.
+    properties = torch.cuda.get_device_properties(device)
+    if getattr(properties, "shared_memory_per_multiprocessor", _SHARED_BYTES) < _SHARED_BYTES:
         return False
     try:
         from cuda.bindings import nvrtc  # type: ignore[import-not-found]
