@@ -1,8 +1,5 @@
 """The CUDA top-k on a CPU, alone and with the look-up of the cache: its own source, compiled by the C++ compiler of the
 host (emulation.h). On the card: tests/kernels/triton/test_topk.py, test_resolve_topk.py.
-
-A thread of the GPU is one of the system, so most tests run blocks of an eighth of the threads, with an eighth of
-everything that is there for a thread each.
 """
 
 import ctypes
@@ -52,10 +49,6 @@ def build(directory: Path, instance: Instance, *, mark: bool) -> ctypes.CDLL:
     clusters = '#include "cluster.cuh"'
     assert all(source.count(part) == 1 for part in (dynamic, clusters))
     source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
-    for name, size in (("BINS", 512), ("MAX_DOUBT", 512), ("MAX_LIST", 2048)):
-        whole = f"constexpr u32 {name} = {size};"
-        assert source.count(whole) == 1
-        source = source.replace(whole, f"constexpr u32 {name} = {size * instance.threads // 512};")
     source = source.replace(clusters, f'#include "{here / "cluster_emulation.h"}"')
     code, library = directory / "topk.cpp", directory / f"topk_{mark}.so"
     code.write_text(f'#include "{here / "emulation.h"}"\n{source}\n{LAUNCHER}')
@@ -82,32 +75,16 @@ def run(library: ctypes.CDLL, *arguments: Tensor | int | None) -> None:
 
 
 INSTANCES = {
-    "registers": Instance(64, 2, 2, True),
-    "shared memory": Instance(64, 2, 2, True, in_shared=True),
-    "read again": Instance(64, 2, 1, False),
+    "registers": Instance(512, 2, 2, True),
+    "shared memory": Instance(512, 2, 2, True, in_shared=True),
+    "read again": Instance(512, 2, 1, False),
 }
-WIDTH = 875
-FULL_SIZE = Instance(512, 2, 2, True)
 
 
 @pytest.mark.parametrize("instance", INSTANCES.values(), ids=INSTANCES.keys())
 def test_positions(instance: Instance, tmp_path: Path) -> None:
-    check_positions(build(tmp_path, instance, mark=False), k=75, width=WIDTH)
-
-
-@pytest.mark.parametrize("instance", INSTANCES.values(), ids=INSTANCES.keys())
-def test_marks(instance: Instance, tmp_path: Path) -> None:
-    library = build(tmp_path, instance, mark=True)
-    # In the last case a block has more than it can list.
-    for k, hit_rate in ((75, 0.9), (75, 0.0), (75, 1.0), (563, 0.7)):
-        check_marks(library, [WIDTH, WIDTH - 1, WIDTH, k - 1, k, 0], k=k, hit_rate=hit_rate)
-
-
-def test_blocks_as_on_the_gpu(tmp_path: Path) -> None:
-    check_marks(build(tmp_path, FULL_SIZE, mark=True), [7001, 7000, 7001], k=600, hit_rate=0.9)
-
-
-def check_positions(library: ctypes.CDLL, *, k: int, width: int) -> None:
+    library = build(tmp_path, instance, mark=False)
+    k, width = 600, 7001
     scores = torch.cat([scores_of(kind, 1, width, seed=1) for kind in ("ties", "normal", "nan", "equal")])
     lengths = torch.tensor([width, k, k - 1, width - 5], dtype=torch.int32)
     expected, expected_kth = reference(scores, lengths, k)
@@ -120,19 +97,24 @@ def check_positions(library: ctypes.CDLL, *, k: int, width: int) -> None:
     assert int(count) == 1, "rows of no more than k are no fallbacks; the wrong prediction is one"
 
 
-def check_marks(library: ctypes.CDLL, lengths: list[int], *, k: int, hit_rate: float) -> None:
-    """For rows as wide as the first. The third, longer than k, has an absurd prediction."""
-    width, num_rows = lengths[0], len(lengths)
-    before = make_selection(lengths, width=width, k=k, hit_rate=hit_rate, seed=k)
-    after = before.to(torch.device("cpu"))
-    counts = after.maps.counts[0]
-    rows = torch.full((num_rows, k), -77, dtype=torch.int32)
-    miss_slots, miss_entries = torch.full((2, num_rows * k), -77, dtype=torch.int32)
-    step = torch.tensor([STEP], dtype=torch.int32)
-    run(
-        library, after.scores, after.scores.stride(0), width, after.lengths, after.predicted, 1, k, rows, None,
-        after.block_table, after.block_table.stride(0), counts[FALLBACKS:], miss_slots, miss_entries,
-        counts[MISSING:], counts[SELECTED:], after.maps.priority, after.maps.host_to_gpu, step, num_rows,
-    )  # fmt: skip
-    check_marked(before, after, Marked(rows, miss_slots, miss_entries))
-    assert fallbacks(after) == 1, "the third row's prediction"
+@pytest.mark.parametrize("instance", INSTANCES.values(), ids=INSTANCES.keys())
+def test_marks(instance: Instance, tmp_path: Path) -> None:
+    library = build(tmp_path, instance, mark=True)
+    width = 7001
+    # With k = 4500 a block has more than it can list. Rows are slow: all kinds of lengths in one case only.
+    for k, hit_rate in ((600, 0.9), (4500, 0.7), *(((600, 0.0), (600, 1.0)) if instance.in_shared else ())):
+        lengths = [width, width - 1, width, *([k - 1, k, 0] if hit_rate == 0.9 else [])]
+        before = make_selection(lengths, width=width, k=k, hit_rate=hit_rate, seed=k)
+        after = before.to(torch.device("cpu"))
+        counts = after.maps.counts[0]
+        num_rows = len(before.lengths)
+        rows = torch.full((num_rows, k), -77, dtype=torch.int32)
+        miss_slots, miss_entries = torch.full((2, num_rows * k), -77, dtype=torch.int32)
+        step = torch.tensor([STEP], dtype=torch.int32)
+        run(
+            library, after.scores, after.scores.stride(0), width, after.lengths, after.predicted, 1, k, rows, None,
+            after.block_table, after.block_table.stride(0), counts[FALLBACKS:], miss_slots, miss_entries,
+            counts[MISSING:], counts[SELECTED:], after.maps.priority, after.maps.host_to_gpu, step, num_rows,
+        )  # fmt: skip
+        check_marked(before, after, Marked(rows, miss_slots, miss_entries))
+        assert fallbacks(after) == 1, "the third row's prediction"
