@@ -26,8 +26,10 @@ def compile_source(name: str, defines: dict[str, int], out: Path) -> str:
 
 
 @nvcc
-@pytest.mark.parametrize("mark", [False, True])
-@pytest.mark.parametrize(("num_rows", "width"), [(13, 98304), (18, 98432), (32, 196608), (3, 1 << 20)])
+@pytest.mark.parametrize(
+    ("num_rows", "width", "mark"),
+    [(13, 98304, False), (13, 98304, True), (18, 98432, True), (32, 196608, True), (3, 1 << 20, True)],
+)
 def test_topk(num_rows: int, width: int, mark: bool, tmp_path: Path) -> None:
     instance = choose_instance(num_rows, width)
     defines = instance_defines(instance, aligned=True, mark=mark)
@@ -65,8 +67,7 @@ def test_indexer(heads: int, vectors: int, with_prefetch: bool, lists: int, tmp_
 
 
 @nvcc
-@pytest.mark.parametrize("mark", [0, 1])
-@pytest.mark.parametrize("threads", [512, 1024])
+@pytest.mark.parametrize(("threads", "mark"), [(512, 0), (1024, 1)])
 def test_topk_lists(threads: int, mark: int, tmp_path: Path) -> None:
     defines = dict(THREADS=threads, MAX_ENTRIES=8192, MAX_LISTS=160, ALIGNED=1, MARK=mark, MAX_DELAY=0)
     assert " 0 bytes spill stores" in compile_source("topk_lists.cu", defines, tmp_path / "topk_lists.cubin")
