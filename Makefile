@@ -23,7 +23,9 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit("echo-batch needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.12 or so" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module: install python3-venv (Debian, Ubuntu)" >&2; rm -rf $(VENV); exit 1; }
 	@echo "installing into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(CONSTRAINTS) -e '.[dev]'
+	@# pip compiles one file after the other. Not all files compile: some are templates.
+	@$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib || true
 	@touch $@
 
 demo: $(STAMP) ## Answer the questions of examples/demo.parquet with the bundled model and show the answers.
