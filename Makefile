@@ -34,7 +34,9 @@ demo: $(STAMP) ## Answer the questions of examples/demo.parquet with the bundled
 	code=$$?; if [ $$code -eq 0 ] || [ $$code -eq 10 ]; then $(BIN)/python examples/show_answers.py out/demo.parquet || code=10; fi; \
 	exit $$code
 
-test: lint typecheck unit ## Lint, types, import rules and tests, as CI runs them.
+test: $(STAMP) ## Lint, types, import rules and tests, as CI runs them.
+	@$(MAKE) --no-print-directory -j 2 --output-sync lint typecheck
+	@$(MAKE) --no-print-directory unit
 
 lint: $(STAMP) ## ruff and import-linter.
 	$(BIN)/ruff check

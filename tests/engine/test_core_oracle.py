@@ -25,7 +25,7 @@ from tests.engine.engines import (
 from tests.models.oracle import CheckpointFixture, random_ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["v32", "glm52"])  # for the engine GLM-5 is as V3.2
 def test_schedules_and_pools_never_change_the_oracle_s_tokens(
     tiny_checkpoint: CheckpointFixture, family: Family
 ) -> None:
@@ -39,8 +39,6 @@ def test_schedules_and_pools_never_change_the_oracle_s_tokens(
     for request in requests[::2]:
         assert_greedy(directory, request.prompt_token_ids, expected[request.row_id])
 
-    if family == "glm5":
-        return  # what follows is about the engine, and in this family nothing is left that the others do not have
     # Chunks that cut prompts anywhere, results read two steps late.
     chunked = make_core(model, tiny_plan(model, chunk=37, lookahead=2))
     assert tokens_of(run_all(chunked, requests[:2])) == {i: expected[i] for i in range(2)}
