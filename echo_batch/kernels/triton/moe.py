@@ -336,30 +336,7 @@ def _grouped_linear(
         data = weight_scale = weight
     assert values.is_contiguous() and data.is_contiguous() and weight_scale.is_contiguous()
     num_columns, inner = data.shape[1:]
-    if isinstance(weight, QuantizedWeight) and block_m == _FEW_PAIRS:
-        tile = _LONG_ROWS if inner >= 4096 else _SHORT_ROWS
-        _grouped_few_rows_kernel[(block_expert.shape[0], triton.cdiv(num_columns, tile.columns))](
-            values,
-            scale,
-            data,
-            weight_scale,
-            order,
-            block_expert,
-            out,
-            num_columns,
-            inner,
-            out.shape[0] // values.shape[0],
-            scale.stride(0),
-            scale.stride(1),
-            BLOCK_M=block_m,
-            BLOCK_N=tile.columns,
-            GROUP=QUANT_BLOCK,
-            STAGES=stages_that_fit(tile.stages, (tile.columns + block_m) * QUANT_BLOCK, data.device),
-            num_warps=tile.warps,
-        )
-        return
-    block_n = 64 if block_m == _FEW_PAIRS else 128
-    _grouped_linear_kernel[(block_expert.shape[0], triton.cdiv(num_columns, block_n))](
+    arguments = (
         values,
         scale,
         data,
@@ -372,6 +349,21 @@ def _grouped_linear(
         out.shape[0] // values.shape[0],
         scale.stride(0),
         scale.stride(1),
+    )
+    if isinstance(weight, QuantizedWeight) and block_m == _FEW_PAIRS:
+        tile = _LONG_ROWS if inner >= 4096 else _SHORT_ROWS
+        _grouped_few_rows_kernel[(block_expert.shape[0], triton.cdiv(num_columns, tile.columns))](
+            *arguments,
+            BLOCK_M=block_m,
+            BLOCK_N=tile.columns,
+            GROUP=QUANT_BLOCK,
+            STAGES=stages_that_fit(tile.stages, (tile.columns + block_m) * QUANT_BLOCK, data.device),
+            num_warps=tile.warps,
+        )
+        return
+    block_n = 64 if block_m == _FEW_PAIRS else 128
+    _grouped_linear_kernel[(block_expert.shape[0], triton.cdiv(num_columns, block_n))](
+        *arguments,
         QUANTIZED=isinstance(weight, QuantizedWeight),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
