@@ -121,7 +121,7 @@ def test_latent_inputs_of_other_formats(index_kind: str | None, ue8m0: bool | No
     check_latent_inputs(2, 4, 200 if ue8m0 is None else 256, index_kind, ue8m0)
 
 
-@pytest.mark.parametrize(("num_rows", "inner", "splits"), [(1, 4096, 4), (18, 896, 1)])
+@pytest.mark.parametrize(("num_rows", "inner", "splits"), [(1, 4096, 4), (18, 896, 1), (40, 1024, 2)])
 def test_a_linear_in_parts(num_rows: int, inner: int, splits: int) -> None:
     x, weight = Activation(randn(num_rows, inner, seed=1, dtype=BF16)), quantized(40, inner, seed=2)
     parts, whole = linear.linear_parts(x, weight), linear.linear(x, weight)
