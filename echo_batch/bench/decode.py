@@ -145,6 +145,9 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
     def step() -> None:
         runner.launch(shape, max_blocks=max_blocks, num_logprobs=None)
 
+    if isinstance(runner.model, WorkloadModel):
+        # Cases and processes are to be compared: with other experts a step would take another time.
+        runner.model.restart(options.seed)
     for _ in range(_warmup_steps(options)):
         step()
     before, prefetched_before = runner.cache.counters(), runner.cache.prefetch_counters()

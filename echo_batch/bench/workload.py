@@ -130,6 +130,13 @@ class WorkloadModel(Model):
             self._everyone = self._norm(stream, first.post_attention_norm, first.mlp.experts.gate_up)[1]
             self._valid: Tensor | None = None
 
+    def restart(self, seed: int) -> None:
+        """From here on the same random numbers, experts and queries, whenever `seed` is the same."""
+        torch.manual_seed(seed)
+        if self.shape.locality is not None:
+            self._drift.normal_()
+            self._drift_weights.uniform_().mul_(self._drift.shape[2] ** -0.5)
+
     def _route(self, logits: Tensor, bias: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         return self._model_ops.route(self._logits[self._place, : logits.shape[-2]], self._no_bias, *rest, **options)
 
