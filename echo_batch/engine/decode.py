@@ -77,18 +77,22 @@ def decode_logits(
     result: bool `[B]`, False for an active row without a block for its token (nothing is written for it).
     """
     spec, config = cache.spec, model.config
+    with _on(branch):
+        cache.begin_step()
     seq_lens = torch.where(active, positions + 1, 0)
     new_slots = ops.positions_to_slots(torch.where(active, positions, -1)[:, None], block_table)[:, 0]
+    with _on(branch):
+        # Before anything is scored: the new tokens' rows must be there when a selection names them.
+        appended = cache.append_all(new_slots)
     schedule = ops.index_schedule(seq_lens)
-    cache.begin_step()
     stream, angles = model.embed(token_ids), model.angles(positions)
-    # Before anything is scored: the new tokens' rows must be there when a selection names them.
-    appended = cache.append_all(new_slots)
     for group, layers in enumerate(spec.group_layers):
         new_rows = appended[group]
         resolution = None
         for layer in layers:
             stream, projected = model.project(layer, stream, angles)
+            if layer == 0 and branch is not None:
+                branch.join()  # the step has begun
             # Attention's query only waits for its weights: beside what waits for latencies or for the host, one half
             # while the indexer's small steps run, one while rows are selected and recalled. Not beside the scoring,
             # which needs the whole bandwidth.
