@@ -142,15 +142,22 @@ def run_case(work: Workload, hit_rate: float, instances: dict[str, Instance], pa
         "serial, own scores, lists": (work.serial_lists, False),
     }
     for name, instance in instances.items():
-        modes[f"fused {name}"] = (partial(work.fused, instance=instance), True)
-        modes[f"fused {name}, lists"] = (partial(work.fused, instance=instance, lists=True), True)
+        modes[f"fused {name}"] = (partial(work.fused, instance=instance, overlap=True), True)
+        modes[f"fused {name}, over when scored"] = (partial(work.fused, instance=instance, late=False), True)
+    modes["fused , lists"] = (partial(work.fused, lists=True), True)
     modes["fused , lists, 512 threads"] = (partial(work.fused, lists=True, threads=512), True)
     modes["fused , lists, overlap"] = (partial(work.fused, lists=True, overlap=True), True)
     for num_parts in parts:
         modes[f"branch {num_parts}"] = (partial(work.branch, num_parts=num_parts), True)
         modes[f"branch {num_parts}, not the last"] = (partial(work.branch, num_parts=num_parts, last=False), True)
     modes["serial again"] = (work.serial, False)
-    in_stages = ("serial", "serial, look-up in the top-k", "fused ", "fused , lists", "fused , lists, overlap")
+    in_stages = (
+        "serial",
+        "serial, look-up in the top-k",
+        "fused ",
+        "fused , over when scored",
+        "fused , lists",
+    )
     own: list[tuple[Tensor, ...]] | None = None
     print(
         f"hit rate {reached:.3f} (drift {factor:.5f}): {missing:.0f} of {work.shape.batch * work.shape.topk} missing; "
@@ -203,7 +210,9 @@ def time_scores(work: Workload, scoring: dict[str, Instance], fused: dict[str, I
             *arguments,
             predicted=nothing,
             maps=work.groups[0],
-            state=work.states[0],
+            state=work.states[0]._replace(
+                late=work.states[0].late[:, : cuda_indexer.num_late_lists(work.pages.device, instance)]
+            ),
             step=work.step,
             host_rows=work.host,
             gpu_rows=work.gpu[0],
@@ -262,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.tune:
         for groups, stages, once in ((3, 4, False), (3, 3, True), (3, 5, True), (2, 6, True)):
             scoring[f"{groups} groups, {stages} stages, read once {once}"] = Instance(stages, groups, once)
-        for warps, rows, early in ((2, 4, 8), (4, 1, 4), (4, 4, 8), (6, 1, 3), (8, 1, 4)):
+        for warps, rows, early in ((4, 2, 6), (4, 4, 3), (4, 4, 10), (8, 1, 4)):
             instance = WITH_PREFETCH._replace(prefetch_warps=warps, rows=rows, early=early, queue=768 // warps)
             fused[f"{warps} warps of {rows} rows, early {early}"] = instance
     work.restart()

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from echo_batch.bench.cache_ops import replay_us
 from echo_batch.cache.spec import NUM_CANDIDATES
+from echo_batch.kernels.cache_layout import LATE_LISTS
 from echo_batch.kernels.contracts import GroupMaps, Marked, make_maps
 from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda.indexer import SCORES_ONLY, WITH_PREFETCH, Instance
-from echo_batch.kernels.cuda.topk import mark_topk, topk_positions
+from echo_batch.kernels.cuda.topk import Late, mark_topk, topk_positions
 from echo_batch.kernels.cuda.topk_lists import THREADS, mark_topk_lists
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 from echo_batch.kernels.libs.deep_gemm import DeepGemm
@@ -82,7 +83,7 @@ class Workload:
             num_candidates=min(NUM_CANDIDATES, shape.gpu_tokens),
             device=device,
         )
-        self.state: PrefetchState = make_prefetch_state(LAYERS, shape.set_aside, device)
+        self.state: PrefetchState = make_prefetch_state(LAYERS, shape.set_aside, device, num_late_lists=LATE_LISTS)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.predicted = torch.empty(LAYERS, shape.batch, device=device)
         self.margins = make_margins(LAYERS, shape.batch, device)
@@ -194,13 +195,18 @@ class Workload:
         lists: ScoreLists | None = None,
         threads: int = THREADS,
         overlap: bool = False,
+        late: PrefetchState | None = None,
     ) -> tuple[Tensor, ...]:
-        """The same with the look-up in the top-k, which selects from `lists` where they are given."""
+        """The same with the look-up in the top-k, which selects from `lists` where they are given; the prefetch of
+        `late` goes on beside it."""
         if until == "scores":
             return (scores,)
         maps, k, predicted = self.groups[layer], self.shape.topk, self.predicted[layer]
         if lists is None:
-            marked: Marked = mark_topk(maps, scores, self.lengths, k, predicted, self.table, self.step)
+            rest = None if late is None else Late(late, self.host, self.gpu[layer])
+            marked: Marked = mark_topk(
+                maps, scores, self.lengths, k, predicted, self.table, self.step, late=rest, overlap=overlap
+            )
         else:
             marked = mark_topk_lists(
                 maps,
@@ -217,7 +223,9 @@ class Workload:
             )
         if until == "top-k":
             return scores, marked.rows
-        resolution = cache_ops.place(maps, marked, self.step, self.host, self.gpu[layer], skip=skip)
+        resolution = cache_ops.place(
+            maps, marked, self.step, self.host, self.gpu[layer], skip=skip, dependent=lists is None
+        )
         return scores, resolution.rows
 
     def serial(self, layer: int, until: Stage = "recall") -> tuple[Tensor, ...]:
@@ -252,14 +260,20 @@ class Workload:
         lists: bool = False,
         threads: int = THREADS,
         overlap: bool = False,
+        late: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Scores and prefetch in one kernel, which with `lists` also lists for the top-k."""
+        """Scores and prefetch in one kernel, which with `lists` also lists for the top-k. `late`: the prefetch goes on
+        beside the top-k."""
+        # Every instance has as many lists of late candidates as warps.
+        num_late_lists = cuda_indexer.num_late_lists(self.pages.device, instance) if late and not lists else 0
+        state = self.states[layer]
+        state = state._replace(late=state.late[:, :num_late_lists])
         made = cuda_indexer.make_lists(self.pages.device) if lists else None
         scores = cuda_indexer.index_scores_prefetch(
             *self.to_score(layer),
             predicted=self.predicted[layer],
             maps=self.groups[layer],
-            state=self.states[layer],
+            state=state,
             step=self.step,
             host_rows=self.host,
             gpu_rows=self.gpu[layer],
@@ -267,7 +281,8 @@ class Workload:
             lists=made,
             instance=instance,
         )
-        return self.finish_marked(layer, scores, self.shape.batch + self.shape.set_aside, until, made, threads, overlap)
+        skip = self.shape.batch + self.shape.set_aside
+        return self.finish_marked(layer, scores, skip, until, made, threads, overlap, state if late else None)
 
     def branch(self, layer: int, until: Stage = "recall", *, num_parts: int, last: bool = True) -> tuple[Tensor, ...]:
         """Scores of one range of the context after the other; a second branch prefetches each when it is scored.
@@ -304,7 +319,8 @@ class Workload:
     # --- measuring
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
         """Every tensor that a mode changes, with a copy."""
-        changed = [*self.maps, *self.state, self.predicted, self.margins, self.step, self.gpu]
+        state = self.state._replace(certain=self.state.certain[:1])  # of all layers
+        changed = [*self.maps, *state, self.predicted, self.margins, self.step, self.gpu]
         return [(tensor, tensor.clone()) for tensor in changed]
 
     def measure(

@@ -216,6 +216,7 @@ class OffloadedCache:
             self._host.rows[first],
             self._gpu.rows[first],
             skip=skip,
+            late=None if self._prefetcher is None else self._prefetcher.state.group(group),
         )
         self._end_resolve(group, resolution)
         return resolution

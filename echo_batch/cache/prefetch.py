@@ -55,7 +55,8 @@ class Prefetcher:
         assert spec.prefetch_rows > 0 and pool.maps is not None
         device = pool.rows.device
         self.spec = spec
-        self.state = make_prefetch_state(spec.num_groups, spec.prefetch_rows, device)
+        num_late_lists = prefetch_ops.num_late_lists if spec.prefetch == "fused" else 0
+        self.state = make_prefetch_state(spec.num_groups, spec.prefetch_rows, device, num_late_lists=num_late_lists)
         self._maps, self._pool, self._host_rows = pool.maps, pool, host_rows
         self._ops, self._prefetch_ops = ops, prefetch_ops
         self._states = [self.state.group(g) for g in range(spec.num_groups)]

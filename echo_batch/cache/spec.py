@@ -4,7 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from echo_batch.kernels.cache_layout import AGE_BINS, NUM_COUNTS, NUM_TOTALS
+from echo_batch.kernels.cache_layout import (
+    AGE_BINS,
+    CERTAIN_ENTRIES,
+    LATE_ENTRIES,
+    LATE_LISTS,
+    NUM_COUNTS,
+    NUM_TOTALS,
+)
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat, RowFormat
 
 PrefetchMode = Literal["off", "branch", "fused"]
@@ -94,7 +101,11 @@ class CacheSpec:
         if self.prefetch_rows:
             # Rows set aside, the slots they are taken for, counts (kernels/prefetch_state.py).
             counters += 8 * self.prefetch_rows + _PREFETCH_COUNTER_BYTES
-        return self.num_groups * (4 * self.host_tokens + 8 * self.gpu_tokens + 4 * NUM_CANDIDATES + counters)
+        shared = 0
+        if self.prefetch == "fused" and self.prefetch_rows:
+            counters += 4 * LATE_LISTS * LATE_ENTRIES
+            shared = 4 * CERTAIN_ENTRIES
+        return shared + self.num_groups * (4 * self.host_tokens + 8 * self.gpu_tokens + 4 * NUM_CANDIDATES + counters)
 
 
 def minimum_gpu_tokens(context_lengths: Iterable[int], index_topk: int) -> int:

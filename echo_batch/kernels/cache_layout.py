@@ -12,11 +12,17 @@ SELECTED, MISSING, RECALLED, EVICTED, OFFLOADED, FALLBACKS = range(6)
 batch rows: selections that the predicted k-th score did not serve (`topk_positions`)."""
 
 NUM_TOTALS = 6
-NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED, FIRST_BIN, LAST_BIN = range(6, 13)
+NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED, FIRST_BIN, LAST_BIN, NUM_MARKED = range(6, 14)
 """Further columns of `GroupMaps.counts` (after the six above): length of the candidate list, candidates taken in place
 of others that were in use, entries of a warm start, the clock hand, rows that could not be placed, the youngest and
-the oldest bin of used rows that are listed."""
+the oldest bin of used rows that are listed, blocks of a top-k that have marked their selection."""
 
 NUM_COUNTS = 16
 AGE_BINS = 64
 """Bins of rows by age, four an octave; the last one holds free rows."""
+
+LATE_LISTS, LATE_ENTRIES = 1152, 32
+"""Lists of prefetch candidates that come too late, one a warp (eight on each of 144 multiprocessors); slots of one."""
+
+CERTAIN_ENTRIES = 32 * 8 * 1024
+"""Threads that select beside others that bring rows: of 32 batch rows at most, eight blocks each (cuda/topk.py)."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.formats import IndexFormat
+from echo_batch.kernels.prefetch_state import PrefetchState
 from echo_batch.kernels.reference import cache_ops as reference
 
 
@@ -49,6 +50,7 @@ class ResolveTopkOp(Protocol):
         gpu_rows: Tensor,
         *,
         skip: int | None = None,
+        late: PrefetchState | None = None,
     ) -> Resolution: ...
 
 

@@ -77,6 +77,10 @@ class Marked(NamedTuple):
     miss_entries: Tensor
     """int32 [B * k]: the first entry of each of these slots. How many of both lists are in use stands in
     `GroupMaps.counts`."""
+    marked_count: Tensor | None = None
+    """int32 [1], not None: `place` may begin when this reaches `num_blocks`, before the launch that marks has ended (it
+    still brings rows, into such as were set aside)."""
+    num_blocks: int = 0
 
 
 class Resolution(NamedTuple):

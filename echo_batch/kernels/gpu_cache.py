@@ -8,7 +8,8 @@ from torch import Tensor
 from echo_batch.kernels.cache_ops import CacheOps, triton_cache_ops
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.cuda import runtime
-from echo_batch.kernels.cuda.topk import mark_topk
+from echo_batch.kernels.cuda.topk import Late, mark_topk
+from echo_batch.kernels.prefetch_state import PrefetchState
 from echo_batch.kernels.triton.cache_ops import place
 
 
@@ -30,12 +31,25 @@ def resolve_topk(
     gpu_rows: Tensor,
     *,
     skip: int | None = None,
+    late: PrefetchState | None = None,
     max_delay: int = 0,
 ) -> Resolution:
     """See the reference. Two launches: the top-k with boundary A of `resolve` inside, and boundary B.
 
     `max_delay` > 0 delays programs (tests of races).
     """
-    marked = mark_topk(maps, scores, lengths, k, predicted, block_table, step, max_delay=64 * max_delay)
+    rest = None if late is None else Late(late, host_rows, gpu_rows)
+    marked = mark_topk(
+        maps,
+        scores,
+        lengths,
+        k,
+        predicted,
+        block_table,
+        step,
+        late=rest,
+        overlap=late is not None,
+        max_delay=64 * max_delay,
+    )
     skip = scores.shape[0] if skip is None else skip
-    return place(maps, marked, step, host_rows, gpu_rows, skip=skip, max_delay=max_delay)
+    return place(maps, marked, step, host_rows, gpu_rows, skip=skip, dependent=True, max_delay=max_delay)

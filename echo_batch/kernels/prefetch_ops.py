@@ -102,6 +102,8 @@ class ResolveListsOp(Protocol):
 class PrefetchOps:
     """One callable per op, each with the signature of the reference function it is named after."""
 
+    num_late_lists: int
+    """of `PrefetchState.late`, that `index_scores_prefetch` fills"""
     set_aside: Callable[[GroupMaps, PrefetchState, Tensor, int], None]
     prefetch_rows: PrefetchRowsOp
     index_scores_range: RangeScoresOp
@@ -115,6 +117,7 @@ class PrefetchOps:
 def reference_prefetch_ops(ops: Ops) -> PrefetchOps:
     """The torch references; scores by `ops`."""
     return PrefetchOps(
+        num_late_lists=0,
         set_aside=reference.set_aside,
         prefetch_rows=reference.prefetch_rows,
         index_scores_range=RangesOfOps(ops),

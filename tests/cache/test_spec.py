@@ -6,6 +6,7 @@ import torch
 from echo_batch.cache.gpu_pool import make_gpu_pool
 from echo_batch.cache.manager import make_cache
 from echo_batch.cache.spec import MAX_PREFETCH_ROWS, CacheSpec, minimum_gpu_tokens
+from echo_batch.kernels.cache_layout import LATE_LISTS
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.ops import reference_ops
 from echo_batch.kernels.prefetch_state import make_prefetch_state
@@ -62,9 +63,9 @@ def test_prefetch_takes_few_rows_and_is_counted() -> None:
     spec = replace(plain, prefetch="fused")
     assert plain.prefetch_rows == 0 and spec.prefetch_rows == 2_000
     assert replace(spec, gpu_tokens=640_000).prefetch_rows == MAX_PREFETCH_ROWS
-    state = make_prefetch_state(spec.num_groups, spec.prefetch_rows, torch.device("cpu"))
-    wasted = 8 * spec.num_groups
-    assert spec.metadata_bytes - plain.metadata_bytes == sum(t.nbytes for t in state) + wasted
+    state = make_prefetch_state(spec.num_groups, spec.prefetch_rows, torch.device("cpu"), num_late_lists=LATE_LISTS)
+    own = sum(t.nbytes for t in state._replace(certain=state.certain[:1]))
+    assert spec.metadata_bytes - plain.metadata_bytes == own + 8 * spec.num_groups, "and what was wasted"
 
 
 def test_minimum_pool() -> None:

@@ -60,7 +60,7 @@ def make_selection(lengths: list[int], *, width: int, k: int, hit_rate: float, s
 def check_marked(before: Selection, after: Selection, marked: Marked) -> None:
     """Everything that boundary A of a resolve promises, for `after` = `before` once `marked` was made from it."""
     maps = GroupMaps(*(field.cpu() for field in after.maps))
-    rows, miss_slots, miss_entries = (field.cpu().flatten() for field in marked)
+    rows, miss_slots, miss_entries = (field.cpu().flatten() for field in marked[:3])
     predicted = before.predicted.clone()
     selected, _ = topk_positions(
         before.scores, before.lengths, before.k, predicted, update=True, block_table=before.block_table

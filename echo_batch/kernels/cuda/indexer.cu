@@ -8,6 +8,7 @@
 //     apart, so a buffer must not go from one group to another: a group that is ahead would see the wrong round;
 //   prefetchers (PREFETCH warps): take slots that scored above the predicted k-th score from a queue in shared memory;
 //     where the slot is not resident they give it a row that was set aside, link it, and copy the row from host memory.
+//     What they have not come to when the scoring ends they list for the top-k's launch (late.cuh).
 // With LISTS the block also lists what scores at least predicted - margin, for the top-k (kernels/score_lists.py): one
 // list a block, filled by whichever consumer has something, so that nothing is waited for but a counter in shared memory.
 //
@@ -23,6 +24,7 @@
 #include "hopper.cuh"
 
 constexpr u32 FULL_MASK = 0xffffffffu;
+constexpr u32 LATE_ENTRIES = 32;  // of a list for the top-k's launch (late.cuh)
 constexpr u32 PAGE_KEYS = 64, KEY_BYTES = 128, PAGE_BYTES = PAGE_KEYS * (KEY_BYTES + 4);
 constexpr u32 QUERY_BYTES = HEADS * KEY_BYTES;
 constexpr u32 CONSUMER_WARPS = 4 * CONSUMERS;
@@ -379,13 +381,17 @@ static __device__ __forceinline__ void copy_rows(const uint4* host_pool, uint4* 
         if (targets[j] != nullptr) *targets[j] = vectors[j];
 }
 
-// Counts go to totals: candidates, prefetched, dropped (no row or no room in the queue), late (scoring had ended).
+// Counts go to totals: candidates, prefetched, dropped (no row or no room in the queue), late (scoring had ended). The
+// late ones go to late_list[0, LATE_ENTRIES), if there is one, as far as they fit, then -1.
 static __device__ __forceinline__ void prefetch(Shared& shared, u32 queue, Share share, const uint4* host_pool,
                                                 uint4* gpu_pool, int* host_to_gpu, int* gpu_to_host, int* priority,
-                                                const int* rows, u32 num_rows, u32* taken, u64* totals, int now) {
+                                                const int* rows, u32 num_rows, u32* taken, u64* totals, int now,
+                                                int* late_list) {
     const u32 lane = threadIdx.x & 31;
     const u32 last = share.count > EARLY ? share.count - EARLY : 0;
-    u32 head = 0, num_prefetched = 0, num_dropped = 0, num_late = 0;
+    u32 head = 0, num_prefetched = 0, num_dropped = 0;
+    u32 missing = 0;  // lanes whose slots are to be brought
+    int slot = -1;
     bool ended = false, exhausted = false;
     while (!ended) {
         // Whether all is scored is asked before how much there is.
@@ -400,7 +406,8 @@ static __device__ __forceinline__ void prefetch(Shared& shared, u32 queue, Share
             __nanosleep(100);
             continue;
         }
-        int slot = -1, row = 0;
+        slot = -1;
+        int row = 0;
         if (lane < num) {
             while ((slot = atomicExch(&shared.queue[queue][head + lane], -1)) < 0) {
             }
@@ -408,16 +415,16 @@ static __device__ __forceinline__ void prefetch(Shared& shared, u32 queue, Share
         }
         __syncwarp();
         head += num;
-        u32 missing = __ballot_sync(FULL_MASK, slot >= 0 && row == -1);
+        missing = __ballot_sync(FULL_MASK, slot >= 0 && row == -1);
         if (exhausted) {
             num_dropped += __popc(missing);
+            missing = 0;
             continue;
         }
         while (missing != 0) {
             if (look(&shared.progress) > last) ended = true;
             if (__any_sync(FULL_MASK, ended)) {
                 ended = true;
-                num_late += __popc(missing);
                 break;
             }
             // The next ROWS missing slots: lane i gets the i-th.
@@ -454,13 +461,20 @@ static __device__ __forceinline__ void prefetch(Shared& shared, u32 queue, Share
         }
     }
     // How many candidates there were is known when all is scored.
+    while (look(&shared.done) != CONSUMER_WARPS) __nanosleep(100);
+    __threadfence_block();
+    __syncwarp();
+    const u32 num = look(&shared.tail[queue]), queued = min(num, (u32)QUEUE);
+    num_dropped += num - queued;
+    // Late are those at hand and what is left in the queue.
+    const u32 at_hand = __popc(missing), left = queued - min(head, queued), num_late = at_hand + left;
+    if (late_list != nullptr) {
+        if (missing >> lane & 1) late_list[__popc(missing & ((1u << lane) - 1))] = slot;
+        const u32 at = at_hand + lane;
+        if (lane < left && at < LATE_ENTRIES) late_list[at] = look(&shared.queue[queue][head + lane]);
+        if (lane >= num_late) late_list[lane] = -1;
+    }
     if (lane == 0) {
-        while (look(&shared.done) != CONSUMER_WARPS) __nanosleep(100);
-        __threadfence_block();
-        const u32 num = look(&shared.tail[queue]);
-        const u32 queued = min(num, (u32)QUEUE);
-        num_dropped += num - queued;
-        num_late += queued - min(head, queued);
         if (num != 0) atomicAdd(totals, (u64)num);
         if (num_prefetched != 0) atomicAdd(totals + 1, (u64)num_prefetched);
         if (num_dropped != 0) atomicAdd(totals + 2, (u64)num_dropped);
@@ -474,7 +488,7 @@ index_scores(const u8* __restrict__ query, const float* __restrict__ weights, co
              u32 first_block, u32 end_block, float* __restrict__ scores, long long score_stride,
              const float* __restrict__ predicted, const float* __restrict__ margins, uint2* entries, uint4* headers,
              u32 capacity, const uint4* host_pool, uint4* gpu_pool, int* host_to_gpu, int* gpu_to_host, int* priority,
-             const int* rows, u32 num_rows, u32* taken, u64* totals, const int* __restrict__ step) {
+             const int* rows, u32 num_rows, u32* taken, u64* totals, const int* __restrict__ step, int* late) {
     extern __shared__ __align__(1024) u8 shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const u32 warp = __shfl_sync(FULL_MASK, threadIdx.x >> 5, 0);
@@ -494,7 +508,7 @@ index_scores(const u8* __restrict__ query, const float* __restrict__ weights, co
     if ((PREFETCH > 0 || LISTS) && threadIdx.x == 0)
         shared.done = 0, shared.listed = 0, shared.first_row = batch, shared.last_row = 0;
     const Share share = share_of_block(lengths, batch, first_block, end_block);
-    if (LISTS) let_next_start();  // the top-k, whose blocks do not fit beside this one's
+    if (LISTS || PREFETCH > 0) let_next_start();  // the top-k, whose blocks do not fit beside this one's
     __syncthreads();
     if (warp < CONSUMER_WARPS) {
         const List list = {entries + (long long)blockIdx.x * capacity, capacity, headers + blockIdx.x};
@@ -505,7 +519,8 @@ index_scores(const u8* __restrict__ query, const float* __restrict__ weights, co
         produce(shared.buffers[group], group, share, pages, block_table, table_stride, lengths, batch, first_block,
                 end_block);
     } else if (PREFETCH > 0) {
-        prefetch(shared, warp - CONSUMER_WARPS - CONSUMERS, share, host_pool, gpu_pool, host_to_gpu, gpu_to_host,
-                 priority, rows, num_rows, taken, totals, *step);
+        const u32 queue = warp - CONSUMER_WARPS - CONSUMERS;
+        prefetch(shared, queue, share, host_pool, gpu_pool, host_to_gpu, gpu_to_host, priority, rows, num_rows, taken,
+                 totals, *step, late == nullptr ? late : late + (blockIdx.x * PREFETCH + queue) * LATE_ENTRIES);
     }
 }

@@ -34,7 +34,11 @@ class Instance(NamedTuple):
     early: int = 0
     """pages before the end of a block's share from which on no row is started"""
     rows: int = 0
-    """rows that a prefetch warp has in flight"""
+    """rows that a prefetch warp has in flight, if they are those of fp8"""
+
+    def rows_at_once(self, vectors: int) -> int:
+        """`rows`, or as many longer ones of so many vectors of 16 bytes as there are registers for."""
+        return max(1, min(self.rows, 4 * 41 // vectors))
 
     def shared_bytes(self, heads: int) -> int:
         """sizeof(Shared) of indexer.cu, rounded up."""
@@ -44,7 +48,7 @@ class Instance(NamedTuple):
 
 
 SCORES_ONLY = Instance(stages=4, consumers=3)
-WITH_PREFETCH = Instance(stages=4, consumers=3, prefetch_warps=4, queue=192, early=6, rows=2)
+WITH_PREFETCH = Instance(stages=4, consumers=3, prefetch_warps=4, queue=192, early=6, rows=4)
 
 
 def available(device: torch.device) -> bool:
@@ -91,6 +95,11 @@ def make_lists(device: torch.device) -> ScoreLists:
     return make_score_lists(_num_blocks(device), device)
 
 
+def num_late_lists(device: torch.device, instance: Instance = WITH_PREFETCH) -> int:
+    """How many lists of `PrefetchState.late` a prefetch writes, if there are any."""
+    return instance.prefetch_warps * _num_blocks(device)
+
+
 def index_scores_prefetch(
     query: Tensor,
     weights: Tensor,
@@ -111,7 +120,8 @@ def index_scores_prefetch(
 ) -> Tensor:
     """As reference.prefetch.index_scores_prefetch, in one launch; scores as `index_scores_paged` here.
 
-    lists: of `make_lists`. host_rows: pinned. Rows of up to 1,280 bytes, a multiple of 16 (fp8 and bf16).
+    lists: of `make_lists`. host_rows: pinned. Rows of up to 1,280 bytes, a multiple of 16 (fp8 and bf16). Candidates
+    that were not looked at in time are left in `state.late`.
     """
     scores = _scores(query, block_table)
     assert predicted.dtype == torch.float32 and predicted.is_contiguous() and step.dtype == torch.int32
@@ -120,6 +130,8 @@ def index_scores_prefetch(
         assert rows.dtype == torch.uint8 and rows.is_contiguous() and rows.shape[1] % 16 == 0, rows.shape
     row_bytes = gpu_rows.shape[1]
     assert host_rows.shape[1] == row_bytes <= 1280, (host_rows.shape, gpu_rows.shape)
+    num_lists = state.late.shape[1]
+    assert num_lists in (0, num_late_lists(query.device, instance)), "a list for each prefetch warp, or none"
     arguments: tuple[tuple[Argument, type], ...] = (
         (host_rows, POINTER),
         (gpu_rows, POINTER),
@@ -131,6 +143,7 @@ def index_scores_prefetch(
         (state.taken, POINTER),
         (state.totals, POINTER),
         (step, POINTER),
+        (state.late if num_lists > 0 else None, POINTER),
     )
     _launch(
         query,
@@ -154,7 +167,7 @@ _NO_PREFETCH: tuple[int, tuple[tuple[Argument, type], ...]] = (
     (
         *(((None, POINTER),) * 6),
         (0, UINT32),
-        *(((None, POINTER),) * 3),
+        *(((None, POINTER),) * 4),
     ),
 )
 
@@ -214,7 +227,7 @@ def _launch(
             ("QUEUE", max(1, instance.queue)),
             ("EARLY", instance.early),
             ("VECTORS", vectors),
-            ("ROWS", max(1, instance.rows)),
+            ("ROWS", instance.rows_at_once(vectors)),
             ("LISTS", int(lists is not None)),
         ),
         instance.shared_bytes(num_heads),

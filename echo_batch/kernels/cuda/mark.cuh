@@ -3,7 +3,8 @@
 //
 // Must not share a launch with anything that evicts: what is evicted could have been hit.
 //
-// Compile-time: MAX_DELAY (tests of races: clock cycles that a warp waits at most before it marks; 0: none).
+// Compile-time: MAX_DELAY (tests of races: clock cycles that a warp waits at most before it marks; 0: none), LATE
+// (more than 0: rows may be linked meanwhile, late.cuh).
 #pragma once
 
 // State of one selection group; `entry` is the place of a slot in the selection.
@@ -26,6 +27,15 @@ static __device__ __forceinline__ void delay(int now) {
     }
 }
 #endif
+
+// Puts `claimed` where `seen` was; what was there before. With LATE only if that is `seen`.
+static __device__ __forceinline__ int claim(int* place, int seen, int claimed) {
+#if LATE > 0
+    return atomicCAS(place, seen, claimed);
+#else
+    return atomicExch(place, claimed);
+#endif
+}
 
 // Marks N entries of every lane; the whole warp calls it. slots[i] < 0: nothing is selected; entries[i] < 0: there is
 // no such entry. All look-ups are on their way before one is used.
@@ -52,7 +62,7 @@ static __device__ __forceinline__ void mark(const Marks& marks, const int (&entr
     if (num_missing > 0) {  // of the whole warp
 #pragma unroll
         for (int i = 0; i < N; ++i)
-            if (rows[i] < 0) before[i] = atomicExch(marks.host_to_gpu + slots[i], -2 - entries[i]);
+            if (rows[i] < 0) before[i] = claim(marks.host_to_gpu + slots[i], rows[i], -2 - entries[i]);
         if (lane == 0) first = atomicAdd(marks.miss_count, num_missing);
     }
     // Hits while the answers are on their way.
@@ -66,6 +76,13 @@ static __device__ __forceinline__ void mark(const Marks& marks, const int (&entr
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             if (rows[i] >= 0) continue;
+#if LATE > 0
+            while (before[i] != rows[i] && before[i] < 0) {  // others have claimed it meanwhile
+                rows[i] = before[i];
+                before[i] = claim(marks.host_to_gpu + slots[i], rows[i], -2 - entries[i]);
+            }
+            if (before[i] >= 0) marks.priority[before[i]] = now;  // it has come
+#endif
             marks.miss_slots[first + places[i]] = before[i] == -1 ? slots[i] : -1;
             marks.miss_entries[first + places[i]] = entries[i];
             if (before[i] != -1) marks.rows[entries[i]] = before[i];

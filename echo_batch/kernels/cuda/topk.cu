@@ -12,11 +12,17 @@
 // position would have been written (mark.cuh). Positions lie unevenly over a block's lanes, so they pass through a list:
 // then every lane has as many look-ups as any other, all at once.
 //
+// With LATE clusters beyond the batch bring what the prefetch did not (late.cuh): what it listed too late, and then what
+// warps say will be selected as soon as they know, half a kernel before it can be looked up.
+//
 // Compile-time: CLUSTER, THREADS (a multiple of BINS), MAX_CHUNKS (float4 that a lane holds), RESIDENT (a lane holds
 // all of its part), IN_SHARED (in shared memory: for what does not fit into registers), ALIGNED (rows start on 16
-// bytes), MIN_BLOCKS (a multiprocessor is to hold), MARK, MAX_DELAY (mark.cuh).
+// bytes), MIN_BLOCKS (a multiprocessor is to hold), MARK, MAX_DELAY (mark.cuh), LATE (rows that a warp brings at once;
+// 0: none; with MARK), VECTORS (16-byte vectors of a KV row).
 
 #include "cluster.cuh"
+#include "hopper.cuh"
+#include "late.cuh"
 #include "mark.cuh"
 #include "topk_keys.cuh"
 
@@ -42,6 +48,8 @@ typedef BitsOf<(MAX_CHUNKS > 8)>::type Bits;  // one bit a score that a lane hol
 static_assert(MAX_CHUNKS <= 16, "bits");
 
 static __device__ __forceinline__ u32 count_bits(u32 bits) { return __popc(bits); }
+static __device__ __forceinline__ u32 first_bit(u32 bits) { return bits != 0 ? __ffs((int)bits) - 1 : 0; }
+static __device__ __forceinline__ u32 first_bit(u64 bits) { return bits != 0 ? __ffsll((long long)bits) - 1 : 0; }
 static __device__ __forceinline__ u32 count_bits(u64 bits) { return __popcll((long long)bits); }
 
 struct Shared {
@@ -240,6 +248,17 @@ static __device__ __forceinline__ void mark_entries(const Marks& marks, u32* sel
     }
 }
 
+#if LATE > 0
+// Boundary A is behind this block; `place` need not wait until late rows have come, too.
+static __device__ __forceinline__ void tell_marked(u32* marked_count) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(marked_count, 1u);
+    }
+}
+#endif
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS)
 topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 width, const int* __restrict__ lengths,
                float* predicted, int update_predicted, u32 k, int* __restrict__ positions, float* __restrict__ kth,
@@ -249,11 +268,38 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
                int* miss_slots, int* miss_entries, u32* miss_count, u32* selected_count, int* priority, int* host_to_gpu,
                const int* step
 #endif
+#if LATE > 0
+               ,
+               u32 num_rows, const int* late_lists, u32 num_late_lists, u32* certain, const uint4* host_pool,
+               uint4* gpu_pool, int* gpu_to_host, const int* set_aside, u32 num_set_aside, u32* taken,
+               u64* prefetch_totals, u32* marked_count
+#endif
 ) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const u32 rank = cluster_rank(), row = blockIdx.y;
+#if MARK
+    wait_for_previous();
+    let_next_start();  // `place`, which waits for the end of all blocks
+#endif
+#if LATE > 0
+    if (row >= num_rows) {
+        const Late late = {late_lists,  num_late_lists, host_pool,     gpu_pool, host_to_gpu,     gpu_to_host,
+                           priority,    set_aside,      num_set_aside, taken,    prefetch_totals, step};
+        const u32 own = ((row - num_rows) * CLUSTER + rank) * WARPS + warp;
+        const u32 num_warps = (gridDim.y - num_rows) * CLUSTER * WARPS;
+        const bool behind = is_behind(late);
+        if (!behind) bring_late<LATE, VECTORS>(late, own, num_warps);
+        // Those who had nothing to do are the first to listen.
+        bring_certain<LATE, VECTORS>(late, certain, num_rows * CLUSTER * WARPS, CLUSTER * WARPS, own, num_warps,
+                                     !behind, [&](u32 of, u32 position) {
+            return slot_of(block_tables + (long long)of * table_stride, position);
+        });
+        return;
+    }
+    u32* const own_certain = certain + ((row * CLUSTER + rank) * WARPS + warp) * 32 + lane;
+#endif
     for (u32 i = thread; i < 2 * BINS; i += THREADS) shared.histogram[i / BINS][i % BINS] = 0;
     if (thread == 0) shared.num_doubt = 0, shared.num_above = 0, shared.offset = 0;
     const u32 length = lengths[row] <= 0 ? 0 : min((u32)lengths[row], width);
@@ -265,11 +311,17 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     const Marks marks = {positions, miss_slots, miss_entries, miss_count, priority, host_to_gpu, step};
     if (rank == 0 && thread == 0) atomicAdd(selected_count, k);
     if (length < k) {  // Everything is selected; the whole cluster leaves here.
+#if LATE > 0
+        *(volatile u32*)own_certain = CERTAIN | NO_POSITION;
+#endif
         const u32 share = (k + CLUSTER - 1) / CLUSTER, first = rank * share;
         if (first < k)
             mark_entries<1>(marks, selected_count, row * k + first, min(share, k - first), [&](u32 i) {
                 return first + i < length ? slot_of(block_table, first + i) : -1;
             });
+#if LATE > 0
+        tell_marked(marked_count);
+#endif
         return;
     }
 #endif
@@ -307,6 +359,9 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
         round = 1;
     }
     const bool by_bin = count <= MAX_DOUBT;
+#if LATE > 0
+    if (!by_bin || !RESIDENT) *(volatile u32*)own_certain = CERTAIN | NO_POSITION;
+#endif
 
     if (!by_bin && length > k && rank == 0 && thread == 0 && fallback_count != nullptr) atomicAdd(fallback_count, 1u);
 
@@ -341,6 +396,14 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     scores.each_tile([&](u32 start) {
         if (by_bin) {
             chosen = scores.bits(start, [&](float score, u32) { return near_bin<BINS>(score, prediction) > doubt_bin; });
+#if LATE > 0
+            if (RESIDENT) {
+                const Bits below = chosen & scores.bits(start, [&](float score, u32) { return !(score > prediction); });
+                const u32 first = first_bit(below);  // 4 * chunk + place in it
+                const u32 position = scores.slice.position(start + first / 4, lane) + first % 4;
+                *(volatile u32*)own_certain = CERTAIN | (below != 0 ? position : NO_POSITION);
+            }
+#endif
             in_doubt = scores.bits(
                 start, [&](float score, u32) { return near_bin<BINS>(score, prediction) == doubt_bin; });
         } else {
@@ -475,6 +538,9 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
                                      [&](u32 i) {
         return slot_of(block_table, (u32)(is_listed ? shared.list[i] : out[block_offset + i]));
     });
+#endif
+#if LATE > 0
+    tell_marked(marked_count);
 #endif
     cluster_wait();  // a block's shared memory must outlive the others' reads
 }

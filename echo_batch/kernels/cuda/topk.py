@@ -11,7 +11,8 @@ from torch import Tensor
 
 from echo_batch.kernels import cache_layout as layout
 from echo_batch.kernels.contracts import GroupMaps, Marked
-from echo_batch.kernels.cuda.runtime import INT32, INT64, POINTER, UINT32, Kernel, launch, load_kernel
+from echo_batch.kernels.cuda.runtime import INT32, INT64, POINTER, UINT32, Argument, Kernel, launch, load_kernel
+from echo_batch.kernels.prefetch_state import PrefetchState
 
 _CLUSTER = 8
 """Blocks that share a row: the largest portable cluster."""
@@ -19,6 +20,21 @@ _SHARED_BYTES = 16384
 """At least sizeof(Shared) of topk.cu: its SCORES_OFFSET."""
 MAX_WIDTH = 1 << 20
 """Positions have 20 bits in the kernel's keys."""
+_LATE_CLUSTERS = 4
+"""That bring what the prefetch did not, at most."""
+_LATE_VECTORS = 96
+"""Vectors that one of their warps has in flight at most, in whole rows: there are no registers for more."""
+
+_Arguments = tuple[tuple[Argument, type], ...]
+
+
+class Late(NamedTuple):
+    """A prefetch that is not over yet (of one group), and where rows are: uint8 [N_H, row_bytes], pinned, and [N_G,
+    row_bytes]."""
+
+    state: PrefetchState
+    host_rows: Tensor
+    gpu_rows: Tensor
 
 
 def topk_positions(
@@ -81,10 +97,15 @@ def mark_topk(
     block_table: Tensor,
     step: Tensor,
     *,
+    late: Late | None = None,
+    overlap: bool = False,
     max_delay: int = 0,
 ) -> Marked:
     """The slots that `topk_positions` selects (with `update`), looked up in the maps of one group: boundary A of
-    resolve, in the same launch. `max_delay`: clock cycles that warps wait before it at most (tests of races).
+    resolve, in the same launch. Beside it the prefetch of `late` goes on, as far as there is room for other clusters.
+
+    overlap: blocks may come as those of the kernel before go, and wait for its end there. `max_delay`: clock cycles
+    that warps wait before the look-up at most (tests of races).
     """
     num_rows, width = scores.shape
     assert maps.priority.shape[0] == 1 and num_rows * k < 1 << 31 and num_rows <= 65535, (maps.priority.shape, num_rows)
@@ -92,11 +113,17 @@ def mark_topk(
     rows = torch.empty(num_rows, k, dtype=torch.int32, device=scores.device)
     miss_slots, miss_entries = torch.empty(2, num_rows * k, dtype=torch.int32, device=scores.device)
     counts = maps.counts[0]
+    num_clusters = vectors = 0
     if num_rows > 0:
-        kernel, num_threads = _load(scores, lengths, k, predicted, mark=True, max_delay=max_delay)
+        late_arguments: _Arguments = ()
+        if late is not None and late.state.late.shape[1] > 0:
+            num_clusters = late_clusters(choose_instance(num_rows, width), num_rows)
+        if late is not None and num_clusters > 0:
+            vectors, late_arguments = late.gpu_rows.shape[1] // 16, _late_arguments(late, maps, num_rows)
+        kernel, num_threads = _load(scores, lengths, k, predicted, mark=True, max_delay=max_delay, vectors=vectors)
         launch(
             kernel,
-            (_CLUSTER, num_rows, 1),
+            (_CLUSTER, num_rows + num_clusters, 1),
             num_threads,
             (
                 (scores, POINTER),
@@ -118,13 +145,49 @@ def mark_topk(
                 (maps.priority, POINTER),
                 (maps.host_to_gpu, POINTER),
                 (step, POINTER),
+                *late_arguments,
             ),
+            overlap=overlap,
         )
-    return Marked(rows, miss_slots, miss_entries)
+    marked = Marked(rows, miss_slots, miss_entries)
+    if num_clusters == 0:
+        return marked
+    return marked._replace(marked_count=counts[layout.NUM_MARKED :][:1], num_blocks=_CLUSTER * num_rows)
+
+
+def _late_arguments(late: Late, maps: GroupMaps, num_rows: int) -> _Arguments:
+    """The arguments that come last."""
+    state, host_rows, gpu_rows = late
+    assert state.rows.shape[0] == 1 and state.rows.is_contiguous() and state.late.is_contiguous(), state.rows.shape
+    assert num_rows * _CLUSTER * 32 * 32 <= state.certain.shape[1], (num_rows, state.certain.shape)
+    for rows in (host_rows, gpu_rows):
+        assert rows.dtype == torch.uint8 and rows.is_contiguous() and rows.shape[1] % 16 == 0, rows.shape
+    assert host_rows.shape[1] == gpu_rows.shape[1] <= 1280, (host_rows.shape, gpu_rows.shape)
+    return (
+        (num_rows, UINT32),
+        (state.late, POINTER),
+        (state.late.shape[1], UINT32),
+        (state.certain, POINTER),
+        (host_rows, POINTER),
+        (gpu_rows, POINTER),
+        (maps.gpu_to_host, POINTER),
+        (state.rows, POINTER),
+        (state.rows.shape[1], UINT32),
+        (state.taken, POINTER),
+        (state.totals, POINTER),
+        (maps.counts[0, layout.NUM_MARKED :], POINTER),
+    )
 
 
 def _load(
-    scores: Tensor, lengths: Tensor, k: int, predicted: Tensor | None, *, mark: bool = False, max_delay: int = 0
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    predicted: Tensor | None,
+    *,
+    mark: bool = False,
+    max_delay: int = 0,
+    vectors: int = 0,
 ) -> tuple[Kernel, int]:
     """The kernel for these arguments, and its threads a block."""
     num_rows, width = scores.shape
@@ -137,7 +200,7 @@ def _load(
     kernel = load_kernel(
         "topk.cu",
         "topk_positions",
-        tuple(instance_defines(instance, aligned=aligned, mark=mark, max_delay=max_delay).items()),
+        tuple(instance_defines(instance, aligned=aligned, mark=mark, max_delay=max_delay, vectors=vectors).items()),
         _SHARED_BYTES + (16 * instance.threads * instance.chunks if instance.in_shared else 0),
         scores.device.index,
     )
@@ -170,8 +233,16 @@ def choose_instance(num_rows: int, width: int) -> Instance:
     return Instance(1024, 1, 4, False)
 
 
-def instance_defines(instance: Instance, *, aligned: bool, mark: bool, max_delay: int = 0) -> dict[str, int]:
-    """What topk.cu is compiled with. `aligned`: rows of scores start on 16 bytes; `mark`: for `mark_topk`."""
+def late_clusters(instance: Instance, num_rows: int) -> int:
+    """Clusters beside those of the rows that start with them: an H200 has room for 16 of the largest blocks."""
+    return min(_LATE_CLUSTERS, max(0, 16 * instance.min_blocks - num_rows))
+
+
+def instance_defines(
+    instance: Instance, *, aligned: bool, mark: bool, max_delay: int = 0, vectors: int = 0
+) -> dict[str, int]:
+    """What topk.cu is compiled with. `aligned`: rows of scores start on 16 bytes; `mark`: for `mark_topk`; `vectors`:
+    more than 0 for one with a `late` prefetch of rows of so many vectors of 16 bytes."""
     return {
         "CLUSTER": _CLUSTER,
         "THREADS": instance.threads,
@@ -182,4 +253,6 @@ def instance_defines(instance: Instance, *, aligned: bool, mark: bool, max_delay
         "ALIGNED": int(aligned),
         "MARK": int(mark),
         "MAX_DELAY": max_delay,
+        "LATE": min(2, _LATE_VECTORS // vectors) if vectors > 0 else 0,
+        "VECTORS": max(1, vectors),
     }

@@ -21,6 +21,7 @@ from echo_batch.kernels.cache_layout import (
 )
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
+from echo_batch.kernels.prefetch_state import PrefetchState
 from echo_batch.kernels.reference.rows import write_index_keys
 from echo_batch.kernels.reference.topk import topk_positions
 
@@ -90,10 +91,13 @@ def resolve_topk(
     gpu_rows: Tensor,
     *,
     skip: int | None = None,
+    late: PrefetchState | None = None,
 ) -> Resolution:
     """`resolve` of the slots that `topk.topk_positions` selects, for versions that do both at once.
 
     scores fp32 [B, S], lengths int32 [B], block_table int32 [B, max_blocks]; predicted fp32 [B] is updated in place.
+    late: the state (of one group) of a prefetch for the same scores, which versions may continue until rows are looked
+    up: with its late candidates, and with what scored below the prediction and is selected all the same.
     """
     fallbacks = maps.totals[0, FALLBACKS : FALLBACKS + 1]
     selected, _ = topk_positions(

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from echo_batch.kernels import cache_layout as layout
 from echo_batch.kernels.triton.row_copy import load_row, store_row
@@ -18,6 +19,7 @@ HAND = tl.constexpr(layout.HAND)
 FAILED = tl.constexpr(layout.FAILED)
 FIRST_BIN = tl.constexpr(layout.FIRST_BIN)
 LAST_BIN = tl.constexpr(layout.LAST_BIN)
+NUM_MARKED = tl.constexpr(layout.NUM_MARKED)
 NUM_COUNTS = tl.constexpr(layout.NUM_COUNTS)
 BINS = tl.constexpr(layout.AGE_BINS)
 FREE_BIN = tl.constexpr(layout.AGE_BINS - 1)
@@ -72,6 +74,7 @@ def prepare_kernel(counts, age_bins, totals, step, num_rows, num_reserved, C):
     is_used = (num > 0) & (bins < FREE_BIN)
     tl.store(counts + FIRST_BIN, tl.min(tl.where(is_used & is_listed, bins, FREE_BIN)))
     tl.store(counts + LAST_BIN, tl.max(tl.where(is_used, bins, -1)))
+    tl.store(counts + NUM_MARKED, 0)
     if group == 0:
         tl.store(step, tl.load(step) + 1)
 
@@ -212,7 +215,16 @@ def mark_kernel(
         tl.store(miss_entries + place, entries, mask=is_missing)
 
 
-@triton.jit(do_not_specialize=["n", "skip"])
+@triton.jit
+def wait_until(count, target):
+    """Until `count` has reached `target`; what was written before others counted can be read then."""
+    seen = tl.load(count, volatile=True)
+    while seen < target:
+        seen = tl.load(count, volatile=True)
+    tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [seen], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["n", "skip", "num_blocks"])
 def place_kernel(
     rows,
     miss_slots,
@@ -228,25 +240,42 @@ def place_kernel(
     listed_count,
     counts,
     step,
+    marked_count,
     n,
     skip,
     num_rows,
+    num_blocks,
     C,
     WARM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
     DELAY: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Give the misses rows: candidates from `skip` on (those before went to appended tokens). One warp a program."""
-    # The chain of loads is what takes the time, so what does not depend on the number of misses is loaded together with
-    # it; volatile, or the compiler would move these loads behind the comparison with that number.
+    """Give the misses rows: candidates from `skip` on (those before went to appended tokens). One warp a program.
+
+    DEPENDENT: the launch that marks may not have ended; it changes nothing of what is read before the wait. EARLY: that
+    is a wait for `num_blocks` blocks to have marked. The launch may go on to bring rows that were set aside: of these
+    none may be taken before it has ended, nor may those go on who wait for this launch.
+    """
+    # The chain of loads is what takes the time, so what does not depend on the number of misses is loaded before it is
+    # known; volatile, or the compiler would move these loads behind the comparison with that number.
     i = tl.program_id(0)
-    slot = tl.load(miss_slots + i, mask=i < n, other=-1, volatile=True)
-    entry = tl.load(miss_entries + i, mask=i < n, other=-1, volatile=True)
     listed = tl.load(candidates + skip + i, mask=skip + i < C, other=-1, volatile=True)
     num_listed = tl.load(listed_count, volatile=True)
     now = tl.load(step, volatile=True)
+    # Nobody else gives the listed row away, but with its priority; that comes into the L2 cache here.
+    listed_before = tl.load(gpu_to_host + listed, mask=listed >= 0, other=-1, volatile=True)
+    tl.load(priority + listed, mask=listed >= 0, other=-1, volatile=True)
+    if DEPENDENT:
+        if EARLY:
+            wait_until(marked_count, num_blocks)
+        else:
+            gdc_wait()
+    slot = tl.load(miss_slots + i, mask=i < n, other=-1, volatile=True)
+    entry = tl.load(miss_entries + i, mask=i < n, other=-1, volatile=True)
     num_missing = tl.load(miss_count, volatile=True)
     if DELAY > 0:
         delay(step, now, DELAY)
@@ -259,9 +288,8 @@ def place_kernel(
                 words = load_row(host_pool, slot, WORDS, BLOCK)  # in flight while a row is found
             current = -2 - tl.load(host_to_gpu + slot)
             j = skip + i
-            before = tl.full([], -1, tl.int32)
+            before = listed_before
             while (row < 0) & (j < num_listed):
-                before = tl.load(gpu_to_host + listed)
                 if tl.atomic_max(priority + listed, now, sem="relaxed") < now:
                     row = listed
                 elif WARM:
@@ -269,8 +297,11 @@ def place_kernel(
                 else:
                     j = skip + num_missing + tl.atomic_add(counts + NUM_RETRIED, 1, sem="relaxed")
                     listed = tl.load(candidates + j, mask=j < num_listed, other=-1)
+                    before = tl.load(gpu_to_host + listed, mask=listed >= 0, other=-1)
             if not WARM:
                 if row < 0:
+                    if DEPENDENT:
+                        gdc_wait()
                     row = search(priority, counts, now, num_rows, W)
                     before = tl.load(gpu_to_host + row, mask=row >= 0, other=-1)
                     if row < 0:
@@ -293,11 +324,14 @@ def place_kernel(
         slot = tl.load(miss_slots + i, mask=i < n, other=-1)
         entry = tl.load(miss_entries + i, mask=i < n, other=-1)
         listed = tl.load(candidates + skip + i, mask=skip + i < C, other=-1)
+        listed_before = tl.load(gpu_to_host + listed, mask=listed >= 0, other=-1)
     if not WARM:
         if num_recalled > 0:
             tl.atomic_add(counts + RECALLED, num_recalled, sem="relaxed")
         if num_evicted > 0:
             tl.atomic_add(counts + EVICTED, num_evicted, sem="relaxed")
+    if DEPENDENT:
+        gdc_wait()
 
 
 @triton.jit

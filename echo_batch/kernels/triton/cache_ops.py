@@ -105,13 +105,28 @@ def place(
     gpu_rows: Tensor,
     *,
     skip: int,
+    dependent: bool = False,
     max_delay: int = 0,
 ) -> Resolution:
-    """Boundary B of resolve: rows for the misses of `marked`, whose `rows` it completes. One launch."""
+    """Boundary B of resolve: rows for the misses of `marked`, whose `rows` it completes. One launch.
+
+    dependent: the launch before is the one that marked, and lets this one's programs come while it ends (Hopper and
+    later): they wait there for its results.
+    """
     miss_count = maps.counts[0, layout.MISSING :]
     listed_count = maps.counts[0, layout.NUM_LISTED :]
     miss_rows = _place(
-        maps, marked, step, host_rows, gpu_rows, miss_count, listed_count, skip=skip, warm=False, max_delay=max_delay
+        maps,
+        marked,
+        step,
+        host_rows,
+        gpu_rows,
+        miss_count,
+        listed_count,
+        skip=skip,
+        warm=False,
+        dependent=dependent,
+        max_delay=max_delay,
     )
     return Resolution(marked.rows, marked.miss_slots, miss_rows, miss_count[:1])
 
@@ -216,6 +231,7 @@ def _place(
     skip: int,
     warm: bool,
     max_delay: int,
+    dependent: bool = False,
 ) -> Tensor:
     """Boundary B of a resolve (or of a warm start, which copies nothing); returns miss_rows."""
     n = marked.miss_slots.shape[0]
@@ -237,15 +253,21 @@ def _place(
         listed_count,
         maps.counts,
         step,
+        marked.marked_count,
         n,
         skip,
         maps.priority.shape[1],
+        marked.num_blocks,
         maps.candidates.shape[1],
         WARM=warm,
+        DEPENDENT=dependent,
+        EARLY=dependent and marked.marked_count is not None,
         DELAY=max_delay,
         WORDS=words,
         BLOCK=triton.next_power_of_2(words),
         W=WINDOW_ROWS,
         num_warps=1,
+        # Only where it is wanted: the interpreter, for one, does not know it.
+        **({"launch_pdl": True} if dependent else {}),
     )
     return miss_rows

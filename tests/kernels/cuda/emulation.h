@@ -78,6 +78,8 @@ static inline unsigned __ballot_sync(unsigned, bool vote) {
         return bits;
     });
 }
+static inline bool __any_sync(unsigned, bool vote) { return __ballot_sync(0, vote) != 0; }
+static inline bool __all_sync(unsigned, bool vote) { return __ballot_sync(0, vote) == 0xffffffffu; }
 static inline unsigned __shfl_sync(unsigned, unsigned value, int source) {
     return exchange(value, [=](const unsigned* values) { return values[source]; });
 }
@@ -111,6 +113,14 @@ static inline unsigned atomicAnd(unsigned* target, unsigned value) {
 static inline unsigned atomicOr(unsigned* target, unsigned value) {
     return std::atomic_ref<unsigned>(*target).fetch_or(value);
 }
+static inline unsigned long long atomicAdd(unsigned long long* target, unsigned long long value) {
+    return std::atomic_ref<unsigned long long>(*target).fetch_add(value);
+}
+static inline int atomicCAS(int* target, int expected, int value) {
+    std::atomic_ref<int>(*target).compare_exchange_strong(expected, value);
+    return expected;
+}
+static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 static inline int atomicExch(int* target, int value) { return std::atomic_ref<int>(*target).exchange(value); }
 static inline unsigned atomicMax(unsigned* target, unsigned value) {
     std::atomic_ref<unsigned> current(*target);
@@ -129,6 +139,7 @@ static inline unsigned atomicMin(unsigned* target, unsigned value) {
 static inline int __ldcg(const int* from) { return *from; }
 static inline int __clzll(long long bits) { return bits == 0 ? 64 : __builtin_clzll((unsigned long long)bits); }
 static inline int __ffs(int bits) { return __builtin_ffs(bits); }
+static inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 static inline int __popcll(long long bits) { return __builtin_popcountll((unsigned long long)bits); }
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static inline unsigned __float_as_uint(float value) {
@@ -146,9 +157,9 @@ static inline float __uint_as_float(unsigned bits) {
 static std::vector<std::unique_ptr<Block>> cluster;
 static std::unique_ptr<std::barrier<>> cluster_barrier;
 
-// Runs `kernel` for grid.y clusters of grid.x blocks, one cluster after the other.
+// Runs `kernel` for grid.y clusters of grid.x blocks, one cluster after the other; only those from `first` to `end`.
 static inline void launch_clusters(Dim3 grid, unsigned num_threads, size_t shared_bytes,
-                                   std::function<void()> kernel) {
+                                   std::function<void()> kernel, unsigned first = 0, unsigned end = ~0u) {
     cluster.clear();
     for (unsigned i = 0; i < grid.x; ++i) cluster.push_back(std::make_unique<Block>(num_threads, shared_bytes));
     cluster_barrier = std::make_unique<std::barrier<>>(grid.x * num_threads);
@@ -159,7 +170,7 @@ static inline void launch_clusters(Dim3 grid, unsigned num_threads, size_t share
         threads.emplace_back([&, i] {
             block = cluster[i / num_threads].get();
             threadIdx = {i % num_threads, 0, 0};
-            for (unsigned y = 0; y < grid.y; ++y) {
+            for (unsigned y = first; y < min(grid.y, end); ++y) {
                 blockIdx = {i / num_threads, y, 0};
                 kernel();
                 next.arrive_and_wait();

@@ -27,12 +27,18 @@ def compile_source(name: str, defines: dict[str, int], out: Path) -> str:
 
 @nvcc
 @pytest.mark.parametrize(
-    ("num_rows", "width", "mark"),
-    [(13, 98304, False), (13, 98304, True), (18, 98432, True), (32, 196608, True), (3, 1 << 20, True)],
+    ("num_rows", "width", "mark", "vectors"),
+    [
+        (13, 98304, False, 0),
+        (13, 98304, True, 41),
+        (18, 98432, True, 0),
+        (18, 98432, True, 72),
+        (3, 1 << 20, True, 41),
+    ],
 )
-def test_topk(num_rows: int, width: int, mark: bool, tmp_path: Path) -> None:
+def test_topk(num_rows: int, width: int, mark: bool, vectors: int, tmp_path: Path) -> None:
     instance = choose_instance(num_rows, width)
-    defines = instance_defines(instance, aligned=True, mark=mark)
+    defines = instance_defines(instance, aligned=True, mark=mark, vectors=vectors)
     report = compile_source("topk.cu", defines, tmp_path / "topk.cubin")
     assert "registers" in report
     if instance.in_shared and instance.chunks <= 8:
@@ -60,7 +66,7 @@ def test_indexer(heads: int, vectors: int, with_prefetch: bool, lists: int, tmp_
         QUEUE=max(1, instance.queue),
         EARLY=instance.early,
         VECTORS=vectors,
-        ROWS=max(1, instance.rows),
+        ROWS=instance.rows_at_once(vectors),
         LISTS=lists,
     )
     assert " 0 bytes spill stores" in compile_source("indexer.cu", defines, tmp_path / "indexer.cubin")

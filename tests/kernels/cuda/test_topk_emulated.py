@@ -13,14 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo_batch.kernels.cache_layout import FALLBACKS, MISSING, SELECTED
-from echo_batch.kernels.contracts import Marked
+from echo_batch.kernels.cache_layout import FALLBACKS, MISSING, NUM_MARKED, SELECTED
+from echo_batch.kernels.contracts import GroupMaps, Marked
 from echo_batch.kernels.cuda.topk import Instance, instance_defines
+from echo_batch.kernels.prefetch_state import LATE, PREFETCHED, PrefetchState, make_prefetch_state
 from echo_batch.kernels.reference.topk import topk_positions as reference
-from tests.kernels.marked import STEP, check_marked, fallbacks, make_selection
+from tests.kernels.marked import STEP, Selection, check_marked, fallbacks, make_selection
 from tests.kernels.triton.test_topk import scores_of
 
 NO_MARKS = (None,) * 7
+NO_LATE = (None, 0, None, None, None, None, None, 0, None, None, None)
+HOPPER = """
+static void let_next_start() {}
+static void wait_for_previous() {}
+static uint4 load_row_vector(const uint4* from) { return *from; }
+"""
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -28,20 +35,33 @@ LAUNCHER = """
 extern "C" void run(const float* scores, long long stride, u32 width, const int* lengths, float* predicted, int update,
                     u32 k, int* positions, float* kth, const int* block_tables, long long table_stride,
                     u32* fallback_count, int* miss_slots, int* miss_entries, u32* miss_count, u32* selected_count,
-                    int* priority, int* host_to_gpu, const int* step, u32 num_rows) {
-    launch_clusters({CLUSTER, num_rows, 1}, THREADS, SCORES_OFFSET + (IN_SHARED ? 16 * THREADS * MAX_CHUNKS : 0), [&] {
+                    int* priority, int* host_to_gpu, const int* step, const int* late_lists, u32 num_late_lists,
+                    u32* certain, const uint4* host_pool, uint4* gpu_pool, int* gpu_to_host, const int* set_aside,
+                    u32 num_set_aside, u32* taken, u64* prefetch_totals, u32* marked_count, u32 num_rows,
+                    u32 num_clusters, u32 first, u32 end) {
+    const size_t shared_bytes = SCORES_OFFSET + (IN_SHARED ? 16 * THREADS * MAX_CHUNKS : 0);
+    launch_clusters({CLUSTER, num_clusters, 1}, THREADS, shared_bytes, [&] {
         topk_positions(scores, stride, width, lengths, predicted, update, k, positions, kth, block_tables, table_stride,
                        fallback_count
 #if MARK
                        , miss_slots, miss_entries, miss_count, selected_count, priority, host_to_gpu, step
 #endif
+#if LATE > 0
+                       , num_rows, late_lists, num_late_lists, certain, host_pool, gpu_pool, gpu_to_host, set_aside,
+                       num_set_aside, taken, prefetch_totals, marked_count
+#endif
         );
-    });
+    }, first, end);
 }
 """
 
 
-def build(directory: Path, instance: Instance, *, mark: bool) -> ctypes.CDLL:
+@pytest.fixture(scope="module")
+def library_with_prefetch(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build(tmp_path_factory.mktemp("topk"), INSTANCES["registers"], mark=True, vectors=3)
+
+
+def build(directory: Path, instance: Instance, *, mark: bool, vectors: int = 0) -> ctypes.CDLL:
     folder = importlib.resources.files("echo_batch.kernels.cuda")
     source = folder.joinpath("topk.cu").read_text()
     here = Path(__file__).parent
@@ -49,10 +69,11 @@ def build(directory: Path, instance: Instance, *, mark: bool) -> ctypes.CDLL:
     clusters = '#include "cluster.cuh"'
     assert all(source.count(part) == 1 for part in (dynamic, clusters))
     source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
+    source = source.replace('#include "hopper.cuh"', HOPPER)
     source = source.replace(clusters, f'#include "{here / "cluster_emulation.h"}"')
     code, library = directory / "topk.cpp", directory / f"topk_{mark}.so"
     code.write_text(f'#include "{here / "emulation.h"}"\n{source}\n{LAUNCHER}')
-    defines = instance_defines(instance, aligned=False, mark=mark) | {"CLUSTER": 2}
+    defines = instance_defines(instance, aligned=False, mark=mark, vectors=vectors) | {"CLUSTER": 2}
     command = [str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", f"-I{folder}"]
     command += ["-o", str(library), str(code)]
     done = subprocess.run(
@@ -91,8 +112,9 @@ def test_positions(instance: Instance, tmp_path: Path) -> None:
     predicted = torch.tensor([float(expected_kth[0]), math.nan, math.nan, 1e30])
     positions, kth, count = torch.empty_like(expected), torch.empty(4), torch.zeros(1, dtype=torch.int32)
     run(
-        library, scores, scores.stride(0), width, lengths, predicted, 0, k, positions, kth, None, 0, count, *NO_MARKS, 4
-    )
+        library, scores, scores.stride(0), width, lengths, predicted, 0, k, positions, kth, None, 0, count, *NO_MARKS,
+        *NO_LATE, 4, 4, 0, 4,
+    )  # fmt: skip
     assert torch.equal(positions, expected) and torch.equal(kth, expected_kth)
     assert int(count) == 1, "rows of no more than k are no fallbacks; the wrong prediction is one"
 
@@ -115,7 +137,96 @@ def test_marks(instance: Instance, tmp_path: Path) -> None:
         run(
             library, after.scores, after.scores.stride(0), width, after.lengths, after.predicted, 1, k, rows, None,
             after.block_table, after.block_table.stride(0), counts[FALLBACKS:], miss_slots, miss_entries,
-            counts[MISSING:], counts[SELECTED:], after.maps.priority, after.maps.host_to_gpu, step, num_rows,
+            counts[MISSING:], counts[SELECTED:], after.maps.priority, after.maps.host_to_gpu, step, *NO_LATE,
+            num_rows,
+            num_rows, 0, num_rows,
         )  # fmt: skip
         check_marked(before, after, Marked(rows, miss_slots, miss_entries))
         assert fallbacks(after) == 1, "the third row's prediction"
+
+
+@pytest.mark.parametrize(("order", "num_aside"), [("before", 2000), ("before", 5), ("after", 2000)])
+def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch: ctypes.CDLL) -> None:
+    """Clusters come one after the other here, those that bring rows before or after those that select. Either way they
+    bring guesses, with the right bytes; what they are too slow for is claimed and left alone."""
+    library = library_with_prefetch
+    width, k, num_rows = 7001, 300, 4
+    lengths = [width, width - 1, k - 1, width]
+    before = make_selection(lengths, width=width, k=k, hit_rate=0.8, seed=1)
+    # A little above the k-th score: some of the selected ones are no candidates. Row 1: absurd, no histogram serves it.
+    _, kth = reference(before.scores, before.lengths, k)
+    before = before._replace(predicted=kth + torch.tensor([0.05, 1e30, 0.0, 0.1]))
+    host_tokens = before.maps.host_to_gpu.shape[1]
+    host = torch.arange(12 * host_tokens, dtype=torch.int32).view(host_tokens, 12)
+    step = torch.tensor([STEP], dtype=torch.int32)
+    slots = reference(before.scores, before.lengths, k, block_table=before.block_table)[0].flatten()
+    late = torch.randint(host_tokens, (40, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    late[::2, 3] = slots[slots >= 0][:20]
+    late[:, 5:] = -1
+
+    def run_clusters(after: Selection, state: PrefetchState, gpu: Tensor, marked: Marked, first: int, end: int) -> None:
+        maps, counts = after.maps, after.maps.counts[0]
+        run(
+            library, after.scores, after.scores.stride(0), width, after.lengths, after.predicted, 1, k, marked.rows,
+            None, after.block_table, after.block_table.stride(0), counts[FALLBACKS:], marked.miss_slots,
+            marked.miss_entries, counts[MISSING:], counts[SELECTED:], maps.priority, maps.host_to_gpu, step, state.late,
+            40, state.certain, host, gpu, maps.gpu_to_host, state.rows, num_aside, state.taken, state.totals,
+            counts[NUM_MARKED:], num_rows, num_rows + 2, first, end,
+        )  # fmt: skip
+
+    def start() -> tuple[Selection, PrefetchState, Tensor, Marked]:
+        after = before.to(step.device)
+        state = make_prefetch_state(1, num_aside, step.device, num_late_lists=40)
+        state.rows[0] = (after.maps.priority[0] == -1).nonzero()[:num_aside, 0]
+        state.late[0] = late
+        state.totals[0, LATE] = int((late >= 0).sum())
+        gpu = torch.full((after.maps.priority.shape[1], 12), -7, dtype=torch.int32)
+        misses = torch.full((2, num_rows * k), -77, dtype=torch.int32)
+        return after, state, gpu, Marked(torch.full((num_rows, k), -77, dtype=torch.int32), misses[0], misses[1])
+
+    after, state, gpu, marked = start()
+    if order == "before":
+        # What those that select say is known from a run of theirs alone.
+        run_clusters(*start()[:1], state, gpu, marked, 0, num_rows)
+        said = state.certain[0].view(-1, 32)
+        per_row = 2 * 16  # warps
+        assert bool((said[: num_rows * per_row] < 0).all()) and not said[num_rows * per_row :].any()
+        positions = (said[: num_rows * per_row] & 0xFFFFF).view(num_rows, -1)
+        assert bool((positions[1:3] == 0xFFFFF).all()), "nothing of rows that fall back or are short"
+        for row in (0, 3):
+            named = positions[row][positions[row] != 0xFFFFF].long()
+            assert named.numel() > 3 and bool((before.scores[row, named] <= before.predicted[row]).all())
+            assert torch.isin(named, reference(before.scores, before.lengths, k)[0][row].long()).all()
+        run_clusters(after, state, gpu, marked, num_rows, num_rows + 2)
+        maps = after.maps
+        named = torch.cat([after.block_table[row, positions[row][positions[row] != 0xFFFFF].long() // 64] * 64
+                           + positions[row][positions[row] != 0xFFFFF] % 64 for row in (0, 3)])  # fmt: skip
+        allowed = set(late[late >= 0].tolist()) | set(named.tolist())
+    else:
+        run_clusters(after, state, gpu, marked, 0, num_rows)
+        run_clusters(after, state, gpu, marked, num_rows, num_rows + 2)
+        maps, allowed = after.maps, set(late[late >= 0].tolist())
+    assert not state.certain.any(), "all entries have been read"
+    guesses = ((maps.host_to_gpu[0] >= 0) & (before.maps.host_to_gpu[0] < 0)).nonzero()[:, 0]
+    assert 0 < guesses.numel() <= num_aside and int(state.totals[0, PREFETCHED]) == guesses.numel()
+    assert set(guesses.tolist()) <= allowed
+    if num_aside == 2000:
+        assert int(state.totals[0, LATE]) < int((late >= 0).sum())
+        assert order == "after" or set(guesses.tolist()) & set(named.tolist()) - set(late[late >= 0].tolist())
+    guessed = maps.host_to_gpu[0, guesses].long()
+    assert torch.equal(gpu[guessed], host[guesses]) and torch.isin(guessed.to(torch.int32), state.rows[0]).all()
+    assert torch.equal(maps.gpu_to_host[0, guessed].long(), guesses)
+    assert bool((maps.priority[0, guessed] == STEP - 1).all())
+    unused = state.rows[0][~torch.isin(state.rows[0], guessed.to(torch.int32))].long()
+    assert bool((maps.priority[0, unused] == -1).all()) and bool((maps.gpu_to_host[0, unused] == -1).all())
+    if order == "before":
+        # A selection that comes later finds them.
+        before = before._replace(maps=GroupMaps(*(field.clone() for field in maps)))
+        run_clusters(after, state, gpu, marked, 0, num_rows)
+    else:
+        # Without them it is what a look-up makes.
+        maps.host_to_gpu[0, guesses] = -1
+        maps.gpu_to_host[0, guessed] = -1
+        maps.priority[0, guessed] = -1
+    check_marked(before, after, marked)
+    assert int(after.maps.counts[0, NUM_MARKED]) == 2 * num_rows

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from echo_batch.kernels.activation import Activation
-from echo_batch.kernels.contracts import make_maps
+from echo_batch.kernels.contracts import Marked, make_maps
 from echo_batch.kernels.formats import IndexFormat, RowFormat
 from echo_batch.kernels.parts import Parts
 from echo_batch.kernels.triton import (
@@ -175,6 +175,10 @@ def step_cache_ops(num_tokens: int) -> None:
     for pool in (host, None):
         row_copy.write_tokens(zeros(t, row_bytes, dtype=torch.uint8), gpu, slot, pool, slot, keys, pages, fmt)
     found = cache_ops.resolve(maps.group(1), zeros(t, 64, dtype=torch.int32), step, host, gpu)
+    entries = zeros(t * 64, dtype=torch.int32)
+    marked = Marked(zeros(t, 64, dtype=torch.int32), entries, entries)
+    for marks in (marked, marked._replace(marked_count=zeros(1, dtype=torch.int32), num_blocks=8 * t)):
+        cache_ops.place(maps.group(1), marks, step, host, gpu, skip=t, dependent=True)
     row_copy.copy_rows(host, found.miss_slots, gpu, found.miss_rows, found.miss_count)
     row_copy.copy_rows(host, slot, gpu, None, None)
     cache_ops.warm(maps.group(0), slot, step)

@@ -10,6 +10,7 @@ import torch
 
 from echo_batch.kernels.cache_layout import EVICTED, FAILED, FALLBACKS, NUM_TOTALS, RECALLED
 from echo_batch.kernels.contracts import make_maps
+from echo_batch.kernels.prefetch_state import LATE, PREFETCHED, make_prefetch_state
 from echo_batch.kernels.reference import cache_ops as reference
 from echo_batch.kernels.reference.topk import topk_positions
 from tests.kernels.marked import STEP, check_marked, fallbacks, make_selection
@@ -115,3 +116,63 @@ def test_replays_at_the_minimum_pool(max_delay: int) -> None:
     assert totals[EVICTED] > 1000 and totals[RECALLED] > 1000
     assert totals[FALLBACKS] >= 4, "the first step of every long row"
     assert not reference.violations(maps, step).any()
+
+
+@pytest.mark.parametrize("max_delay", [0, 24])
+@pytest.mark.parametrize("set_aside", [3000, 100])
+@pytest.mark.parametrize(("num_rows", "width"), [(3, 9000), (13, 9000), (16, 9000), (18, 30000), (40, 9000)])
+def test_the_prefetch_goes_on(num_rows: int, width: int, set_aside: int, max_delay: int) -> None:
+    """Late candidates and what is certain come beside the look-up of the selection, which claims some of them."""
+    from echo_batch.kernels.gpu_cache import resolve_topk
+    from echo_batch.kernels.triton import cache_ops, indexer_prefetch
+
+    k, num_lists = 512, 400
+    lengths = ([width, width - 1, width - 100, k - 1, 3] * num_rows)[:num_rows]
+    before = make_selection(lengths, width=width, k=k, hit_rate=0.8, seed=num_rows + width)
+    selected, kth = topk_positions(before.scores, before.lengths, k, block_table=before.block_table)
+    # Some selected ones are no candidates of the prefetch, others late candidates.
+    before = before._replace(predicted=kth + torch.tensor([0.05, 0.1]).repeat(num_rows)[:num_rows])
+    valid = selected >= 0
+    words = torch.arange(before.maps.host_to_gpu.shape[1], dtype=torch.int32)[:, None].expand(-1, 4).contiguous()
+    host = words.view(torch.uint8).pin_memory()
+    generator = torch.Generator().manual_seed(num_rows)
+    num_came = 0
+    for _ in range(10):
+        after = before.to(CUDA)
+        maps, step = after.maps, torch.full((1,), STEP, dtype=torch.int32, device=CUDA)
+        gpu = torch.full((maps.priority.shape[1], 16), 0xFF, dtype=torch.uint8, device=CUDA)
+        resident = maps.gpu_to_host[0] >= 0
+        gpu[resident] = host[maps.gpu_to_host[0][resident].cpu()].to(CUDA)
+        state = make_prefetch_state(1, set_aside, CUDA, num_late_lists=num_lists)
+        cache_ops.begin_step(maps, step, num_reserved=set_aside)
+        indexer_prefetch.set_aside(maps, state, step, 0)
+        linked = maps.host_to_gpu.clone()
+        # Of the selection and from anywhere, the same slot in several lists, resident ones among them.
+        late = torch.randint(words.shape[0], state.late.shape, dtype=torch.int32, generator=generator)
+        chosen = selected[valid][torch.randint(int(valid.sum()), late.shape, generator=generator)]
+        late = torch.where(torch.rand(late.shape, generator=generator) < 0.5, chosen, late)
+        late[torch.rand(late.shape, generator=generator) < 0.9] = -1
+        state.late.copy_(late)
+        resolution = resolve_topk(
+            maps, after.scores, after.lengths, k, after.predicted, after.block_table, step, host, gpu,
+            skip=set_aside, late=state, max_delay=max_delay,
+        )  # fmt: skip
+        assert not reference.violations(maps, step).any()
+        rows = resolution.rows.cpu()
+        assert torch.equal(rows >= 0, valid)
+        assert torch.equal(gpu.cpu().view(torch.int32)[rows[valid].long(), 0], selected[valid])
+        assert bool((maps.priority[0].cpu()[rows[valid].long()] == STEP + 1).all())
+        new = ((maps.host_to_gpu[0] >= 0) & (linked[0] < 0)).nonzero()[:, 0]
+        new_rows = maps.host_to_gpu[0, new]
+        assert torch.equal(gpu[new_rows].cpu(), host[new.cpu()])
+        came = torch.isin(new_rows, state.rows[0])
+        wanted = set(late[late >= 0].tolist()) | set(selected[valid].tolist())
+        assert set(new.tolist()) <= wanted and not state.certain.any()
+        # A selected slot that came late counts as used now, any other as a guess of this step.
+        assert bool((maps.priority[0, new_rows[came]] >= STEP).all())
+        totals = state.totals[0].tolist()
+        assert totals[PREFETCHED] == int(came.sum()) and totals[LATE] <= 0
+        left = torch.isin(state.rows[0], new_rows[came], invert=True) & (state.rows[0] >= 0)
+        assert bool((maps.priority[0, state.rows[0][left]] == -1).all()), "rows that were not used stay free"
+        num_came += int(came.sum())
+    assert (num_came > 0) == (num_rows not in (16, 40)), "clusters for them fit beside those of the rows, or not"
