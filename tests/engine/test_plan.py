@@ -65,8 +65,8 @@ def test_v32_on_8xh200_by_hand() -> None:
     assert memory.index_cache == 1_800_000 * 61 * 132 == 14_493_600_000
     assert memory.gpu_pool == cache.gpu_tokens * 61 * 656
     maps, lists, counters = 4 * 1_800_000 + 8 * cache.gpu_tokens, 2 * 4 * 32_768, 4 * (128 + 16) + 8 * 6
-    prefetch = 8 * (cache.gpu_tokens // 32) + 4 * 8 + 8 * 5
-    assert memory.metadata == 61 * (maps + lists + counters + prefetch)
+    prefetch, late = 8 * (cache.gpu_tokens // 32) + 4 * 8 + 8 * 5, 4 * 1152 * 32
+    assert memory.metadata == 61 * (maps + lists + counters + prefetch + late) + 4 * 32 * 8 * 1024
     assert memory.host_pool == 0
     # The GPU pool takes what is left, to the last block.
     assert 0 <= memory.budget - memory.used < 64 * 61 * (656 + 8)

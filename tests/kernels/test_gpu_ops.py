@@ -26,7 +26,7 @@ def test_every_tensor_op_of_a_model_has_a_fast_version() -> None:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], shared_kilobytes: int) -> None:
     """A GPU of this kind, and NVRTC."""
-    properties = SimpleNamespace(shared_memory_per_multiprocessor=shared_kilobytes << 10)
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=shared_kilobytes << 10, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     nvrtc, bindings = ModuleType("cuda.bindings.nvrtc"), ModuleType("cuda.bindings")

@@ -23,7 +23,8 @@ struct Late {
     const int* step;
 };
 
-// Copies the row of `slot` to `row` for every lane in `lanes`, AT_ONCE at once.
+// Copies the row of `slot` to `row` for every lane in `lanes`, AT_ONCE at once. Lanes without a part load something else
+// from GPU memory: with a load that depends on a condition the compiler waits for those before it.
 template <unsigned AT_ONCE, unsigned ROW_VECTORS>
 static __device__ __forceinline__ void copy_rows_of(const Late& late, unsigned lanes, int slot, int row) {
     constexpr unsigned ALL = 0xffffffffu, LOADS = (AT_ONCE * ROW_VECTORS + 31) / 32;
@@ -46,8 +47,9 @@ static __device__ __forceinline__ void copy_rows_of(const Late& late, unsigned l
             for (unsigned other = 1; other < AT_ONCE; ++other) owner = i == other ? first[other] : owner;
             const int from = __shfl_sync(ALL, slot, (int)owner);
             targets[j] = __shfl_sync(ALL, row, (int)owner);
-            if (i < num)
-                vectors[j] = load_row_vector(late.host_pool + (long long)from * ROW_VECTORS + at % ROW_VECTORS);
+            const uint4* const source =
+                i < num ? late.host_pool + (long long)from * ROW_VECTORS + at % ROW_VECTORS : late.gpu_pool;
+            vectors[j] = load_row_vector(source);
         }
 #pragma unroll
         for (unsigned j = 0; j < LOADS; ++j) {
@@ -158,16 +160,15 @@ static __device__ __forceinline__ void bring_certain(const Late& late, unsigned*
             }
             all = __all_sync(ALL, mine);
         }
-        int slot = -1;
+        unsigned named_list = 0, named_position = NO_POSITION;  // the first one
 #pragma unroll
         for (unsigned i = 0; i < AT_ONCE; ++i) {
             const unsigned list = start + i * num_warps, position = entries[i] & NO_POSITION;
-            if (list < num_lists) {
-                lists[list * 32 + lane] = 0;
-                if (bring && entries[i] != 0 && position != NO_POSITION && slot < 0)
-                    slot = slot_of_row(list / per_row, position);
-            }
+            if (list < num_lists) lists[list * 32 + lane] = 0;
+            if (entries[i] != 0 && named_position == NO_POSITION) named_list = list, named_position = position;
         }
+        const bool is_named = bring && named_position != NO_POSITION;
+        const int slot = is_named ? slot_of_row(named_list / per_row, named_position) : -1;
         unsigned named = __ballot_sync(ALL, slot >= 0);
         if (named != 0 && !__any_sync(ALL, row >= 0)) row = reserve_rows(late, MOST, now);
         int rows[MOST], own_row = -1;

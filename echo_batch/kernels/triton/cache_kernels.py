@@ -284,25 +284,30 @@ def place_kernel(
     while i < num_missing:
         row = tl.full([], -1, tl.int32)
         if slot >= 0:
+            # The slot's bytes, its chain and a row for it: all on their way at once. With a branch between them the
+            # compiler would wait in front of it for whatever is on its way.
+            is_listed = skip + i < num_listed
             if not WARM:
-                words = load_row(host_pool, slot, WORDS, BLOCK)  # in flight while a row is found
+                words = load_row(host_pool, slot, WORDS, BLOCK)
             current = -2 - tl.load(host_to_gpu + slot)
-            j = skip + i
+            last_used = tl.atomic_max(priority + listed, now, mask=is_listed, sem="relaxed")
             before = listed_before
-            while (row < 0) & (j < num_listed):
-                if tl.atomic_max(priority + listed, now, sem="relaxed") < now:
+            if is_listed:  # noqa: SIM102 (`and` evaluates both sides)
+                if last_used < now:
                     row = listed
-                elif WARM:
-                    j = num_listed
-                else:
-                    j = skip + num_missing + tl.atomic_add(counts + NUM_RETRIED, 1, sem="relaxed")
-                    listed = tl.load(candidates + j, mask=j < num_listed, other=-1)
-                    before = tl.load(gpu_to_host + listed, mask=listed >= 0, other=-1)
             if not WARM:
                 if row < 0:
-                    if DEPENDENT:
-                        gdc_wait()
-                    row = search(priority, counts, now, num_rows, W)
+                    j = skip + i
+                    while (row < 0) & (j < num_listed):
+                        j = skip + num_missing + tl.atomic_add(counts + NUM_RETRIED, 1, sem="relaxed")
+                        other = tl.load(candidates + j, mask=j < num_listed, other=-1)
+                        if other >= 0:  # noqa: SIM102
+                            if tl.atomic_max(priority + other, now, sem="relaxed") < now:
+                                row = other
+                    if row < 0:
+                        if EARLY:
+                            gdc_wait()
+                        row = search(priority, counts, now, num_rows, W)
                     before = tl.load(gpu_to_host + row, mask=row >= 0, other=-1)
                     if row < 0:
                         tl.atomic_add(counts + FAILED, 1, sem="relaxed")
@@ -330,7 +335,7 @@ def place_kernel(
             tl.atomic_add(counts + RECALLED, num_recalled, sem="relaxed")
         if num_evicted > 0:
             tl.atomic_add(counts + EVICTED, num_evicted, sem="relaxed")
-    if DEPENDENT:
+    if EARLY:
         gdc_wait()
 
 
