@@ -24,5 +24,6 @@ AGE_BINS = 64
 LATE_LISTS, LATE_ENTRIES = 1152, 32
 """Lists of prefetch candidates that come too late, one a warp (eight on each of 144 multiprocessors); slots of one."""
 
-CERTAIN_ENTRIES = 32 * 8 * 1024
-"""Threads that select beside others that bring rows: of 32 batch rows at most, eight blocks each (cuda/topk.py)."""
+CERTAIN_ROWS = 32
+CERTAIN_ENTRIES = CERTAIN_ROWS * 8 * 1024
+"""Batch rows that are selected from beside others who bring rows, at most, and threads that do so (cuda/topk.py)."""

@@ -48,7 +48,7 @@ class Instance(NamedTuple):
 
 
 SCORES_ONLY = Instance(stages=4, consumers=3)
-WITH_PREFETCH = Instance(stages=4, consumers=3, prefetch_warps=4, queue=192, early=6, rows=4)
+WITH_PREFETCH = Instance(stages=4, consumers=3, prefetch_warps=4, queue=192, early=6, rows=2)
 
 
 def available(device: torch.device) -> bool:

@@ -117,7 +117,8 @@ def mark_topk(
     if num_rows > 0:
         late_arguments: _Arguments = ()
         if late is not None and late.state.late.shape[1] > 0:
-            num_clusters = late_clusters(choose_instance(num_rows, width), num_rows)
+            num_multiprocessors = torch.cuda.get_device_properties(scores.device).multi_processor_count
+            num_clusters = late_clusters(choose_instance(num_rows, width), num_rows, num_multiprocessors)
         if late is not None and num_clusters > 0:
             vectors, late_arguments = late.gpu_rows.shape[1] // 16, _late_arguments(late, maps, num_rows)
         kernel, num_threads = _load(scores, lengths, k, predicted, mark=True, max_delay=max_delay, vectors=vectors)
@@ -233,9 +234,10 @@ def choose_instance(num_rows: int, width: int) -> Instance:
     return Instance(1024, 1, 4, False)
 
 
-def late_clusters(instance: Instance, num_rows: int) -> int:
-    """Clusters beside those of the rows that start with them: an H200 has room for 16 of the largest blocks."""
-    return min(_LATE_CLUSTERS, max(0, 16 * instance.min_blocks - num_rows))
+def late_clusters(instance: Instance, num_rows: int, num_multiprocessors: int) -> int:
+    """Clusters beside those of the rows that start with them: an H200 (132) has room for 16 of the largest blocks."""
+    room = min(num_multiprocessors // _CLUSTER * instance.min_blocks, layout.CERTAIN_ROWS)
+    return min(_LATE_CLUSTERS, max(0, room - num_rows))
 
 
 def instance_defines(

@@ -11,7 +11,8 @@ Resolve is two launches, because marking and evicting must not share one: a prog
 hit. `mark` protects hits and claims misses: it pushes each missing entry onto a chain whose head is the slot's place in
 host_to_gpu (as -2 - entry); the entry that found the place empty owns the miss. `place` gives each owner a row, copies
 the bytes and writes the row to all entries of the chain. Where a CUDA kernel makes the selection, it marks it as well
-(kernels/cuda/mark.cuh), and only `place` follows (kernels/gpu_cache.py).
+(kernels/cuda/mark.cuh), and only `place` follows (kernels/gpu_cache.py). It may begin once all is marked, although that
+launch still brings rows that were set aside (kernels/cuda/late.cuh).
 """
 
 import torch

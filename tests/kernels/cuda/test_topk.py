@@ -4,7 +4,7 @@ import importlib.resources
 
 import pytest
 
-from echo_batch.kernels.cuda.topk import choose_instance
+from echo_batch.kernels.cuda.topk import choose_instance, late_clusters
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 4096])
@@ -22,3 +22,13 @@ def test_a_resident_instance_holds_the_row(num_rows: int, width: int) -> None:
 
 def test_the_source_is_part_of_the_package() -> None:
     assert "topk_positions" in importlib.resources.files("echo_batch.kernels.cuda").joinpath("topk.cu").read_text()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_multiprocessors", "expected"),
+    [(13, 132, 3), (16, 132, 0), (18, 132, 4), (30, 132, 2), (33, 264, 0), (4, 78, 4), (13, 78, 0)],
+)
+def test_late_rows_come_from_clusters_that_start_with_the_others(
+    num_rows: int, num_multiprocessors: int, expected: int
+) -> None:
+    assert late_clusters(choose_instance(num_rows, 98304), num_rows, num_multiprocessors) == expected
