@@ -128,11 +128,12 @@ static __device__ __forceinline__ void bring_late(const Late& late, unsigned war
 
 // What a warp that selects says about its scores as soon as the threshold is known: one entry a lane, either CERTAIN and
 // the position of a score that will be selected but was no candidate of the prefetch (of several, the first), or CERTAIN
-// and NO_POSITION. Whoever has read an entry writes 0.
+// and NO_POSITION. Whoever has read an entry writes 0. One that nobody has read is taken for the next launch's: it may
+// name anything, so a position says only what may be brought.
 constexpr unsigned CERTAIN = 1u << 31, NO_POSITION = (1u << 20) - 1;
 
 // Brings such rows as soon as they are named: lists[num_lists][32], of which `per_row` belong to one row of the batch.
-// Without `bring` only reads the entries.
+// Without `bring` only reads the entries. slot_of_row(row, position): -1 where no such token is in the cache.
 template <unsigned MOST, unsigned ROW_VECTORS, typename SlotOf>
 static __device__ __forceinline__ void bring_certain(const Late& late, unsigned* lists, unsigned num_lists,
                                                      unsigned per_row, unsigned warp, unsigned num_warps, bool bring,

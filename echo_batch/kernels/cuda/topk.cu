@@ -294,7 +294,8 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
         // Those who had nothing to do are the first to listen.
         bring_certain<LATE, VECTORS>(late, certain, num_rows * CLUSTER * WARPS, CLUSTER * WARPS, own, num_warps,
                                      !behind, [&](u32 of, u32 position) {
-            return slot_of(block_tables + (long long)of * table_stride, position);
+            const int slot = slot_of(block_tables + (long long)of * table_stride, min(position, width - 1));
+            return (int)position < min(lengths[of], (int)width) - 1 ? slot : -1;
         });
         return;
     }

@@ -197,6 +197,8 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch:
             named = positions[row][positions[row] != 0xFFFFF].long()
             assert named.numel() > 3 and bool((before.scores[row, named] <= before.predicted[row]).all())
             assert torch.isin(named, reference(before.scores, before.lengths, k)[0][row].long()).all()
+        # Left by a launch before: no such token, no such block.
+        said[2 * per_row, 5:7] = torch.tensor([k + 7, 900_000], dtype=torch.int32) | -(1 << 31)
         run_clusters(after, state, gpu, marked, num_rows, num_rows + 2)
         maps = after.maps
         named = torch.cat([after.block_table[row, positions[row][positions[row] != 0xFFFFF].long() // 64] * 64
