@@ -362,7 +362,9 @@ static __device__ __forceinline__ void consume(Shared& shared, Share share, cons
     }
 }
 
-// Copies rows from[i] of the host pool to rows to[i] of the GPU pool, i < num <= ROWS; lane i holds from[i] and to[i].
+// Copies rows from[i] of the host pool to rows to[i] of the GPU pool, i < num <= ROWS; lane i holds from[i] and to[i]. Lanes
+// without a part load something else from GPU memory: with a load that depends on a condition the compiler waits for those
+// before it, and that is a trip over the link.
 static __device__ __forceinline__ void copy_rows(const uint4* host_pool, uint4* gpu_pool, int from, int to, u32 num) {
     constexpr u32 LOADS = (ROWS * VECTORS + 31) / 32;
     const u32 lane = threadIdx.x & 31;
@@ -374,7 +376,7 @@ static __device__ __forceinline__ void copy_rows(const uint4* host_pool, uint4* 
         const int source = __shfl_sync(FULL_MASK, from, (int)min(i, 31u));
         const int target = __shfl_sync(FULL_MASK, to, (int)min(i, 31u));
         targets[j] = i < num ? gpu_pool + (long long)target * VECTORS + column : nullptr;
-        if (i < num) vectors[j] = load_row_vector(host_pool + (long long)source * VECTORS + column);
+        vectors[j] = load_row_vector(i < num ? host_pool + (long long)source * VECTORS + column : gpu_pool);
     }
 #pragma unroll
     for (u32 j = 0; j < LOADS; ++j)
