@@ -71,6 +71,10 @@ static __device__ __forceinline__ T look(const T* pointer) {
     return *(const volatile T*)pointer;
 }
 
+// What this thread wrote, or a barrier has shown it, can be seen on the whole GPU before what it writes from here on.
+// Lighter than __threadfence(), which also puts all such fences of all threads into one order.
+static __device__ __forceinline__ void gpu_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // Between a kernel and the next one on its stream, if that was launched to overlap (runtime.py): its blocks may take the
 // place of blocks of this kernel that have ended.
 static __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }

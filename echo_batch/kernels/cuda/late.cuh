@@ -69,7 +69,7 @@ static __device__ __forceinline__ int reserve_rows(const Late& late, unsigned nu
     const int row = lane < num && base + lane < late.num_rows ? late.rows[base + lane] : -1;
     // The priority of a guess. Those who find the row raise it.
     if (row >= 0) late.priority[row] = now - 1;
-    __threadfence();
+    gpu_fence();
     return row;
 }
 

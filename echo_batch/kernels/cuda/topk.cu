@@ -253,7 +253,7 @@ static __device__ __forceinline__ void mark_entries(const Marks& marks, u32* sel
 static __device__ __forceinline__ void tell_marked(u32* marked_count) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();
+        gpu_fence();
         atomicAdd(marked_count, 1u);
     }
 }

@@ -120,7 +120,6 @@ static inline int atomicCAS(int* target, int expected, int value) {
     std::atomic_ref<int>(*target).compare_exchange_strong(expected, value);
     return expected;
 }
-static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 static inline int atomicExch(int* target, int value) { return std::atomic_ref<int>(*target).exchange(value); }
 static inline unsigned atomicMax(unsigned* target, unsigned value) {
     std::atomic_ref<unsigned> current(*target);

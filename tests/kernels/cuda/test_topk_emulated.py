@@ -26,6 +26,7 @@ NO_LATE = (None, 0, None, None, None, None, None, 0, None, None, None)
 HOPPER = """
 static void let_next_start() {}
 static void wait_for_previous() {}
+static void gpu_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 static uint4 load_row_vector(const uint4* from) { return *from; }
 """
 COMPILER = shutil.which("g++")
