@@ -265,6 +265,7 @@ def place_kernel(
     i = tl.program_id(0)
     listed = tl.load(candidates + skip + i, mask=skip + i < C, other=-1, volatile=True)
     num_listed = tl.load(listed_count, volatile=True)
+    listed = tl.where(skip + i < num_listed, listed, -1)
     now = tl.load(step, volatile=True)
     # Nobody else gives the listed row away, but with its priority; that comes into the L2 cache here.
     listed_before = tl.load(gpu_to_host + listed, mask=listed >= 0, other=-1, volatile=True)
@@ -283,16 +284,17 @@ def place_kernel(
     num_evicted = tl.full([], 0, tl.int32)
     while i < num_missing:
         row = tl.full([], -1, tl.int32)
-        if slot >= 0:
+        # All four have come when the first is known. What is not asked for here the compiler waits for later, and then
+        # also for all that is on its way.
+        if (slot >= 0) & (entry >= 0) & (listed >= -1) & (listed_before >= -1):
             # The slot's bytes, its chain and a row for it: all on their way at once. With a branch between them the
             # compiler would wait in front of it for whatever is on its way.
-            is_listed = skip + i < num_listed
             if not WARM:
                 words = load_row(host_pool, slot, WORDS, BLOCK)
             current = -2 - tl.load(host_to_gpu + slot)
-            last_used = tl.atomic_max(priority + listed, now, mask=is_listed, sem="relaxed")
+            last_used = tl.atomic_max(priority + listed, now, mask=listed >= 0, sem="relaxed")
             before = listed_before
-            if is_listed:  # noqa: SIM102 (`and` evaluates both sides)
+            if listed >= 0:  # noqa: SIM102 (`and` evaluates both sides)
                 if last_used < now:
                     row = listed
             if not WARM:
@@ -328,7 +330,7 @@ def place_kernel(
         i += tl.num_programs(0)
         slot = tl.load(miss_slots + i, mask=i < n, other=-1)
         entry = tl.load(miss_entries + i, mask=i < n, other=-1)
-        listed = tl.load(candidates + skip + i, mask=skip + i < C, other=-1)
+        listed = tl.load(candidates + skip + i, mask=(skip + i < C) & (skip + i < num_listed), other=-1)
         listed_before = tl.load(gpu_to_host + listed, mask=listed >= 0, other=-1)
     if not WARM:
         if num_recalled > 0:

@@ -9,7 +9,10 @@ import pytest
 
 from echo_batch.kernels.cuda.indexer import SCORES_ONLY, WITH_PREFETCH
 from echo_batch.kernels.cuda.topk import choose_instance, instance_defines
+from tests.kernels.machine_code import delayed_loads, disassemble, find_disassembler
 
+FP8_VECTORS = 41
+"""Of 16 bytes, in a row of fp8."""
 nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
@@ -23,6 +26,13 @@ def compile_source(name: str, defines: dict[str, int], out: Path) -> str:
         )
     assert result.returncode == 0, result.stderr
     return result.stderr
+
+
+def check_copies(cubin: Path) -> None:
+    """The loads of host rows, which no other loads look like, wait for none of each other: each wait is a trip over the
+    link. (With longer rows one is left.)"""
+    if find_disassembler() is not None:
+        assert not delayed_loads(disassemble(cubin), r"LDG\.E\.128\.STRONG\.GPU", r"STG\.E\.128")
 
 
 @nvcc
@@ -43,6 +53,8 @@ def test_topk(num_rows: int, width: int, mark: bool, vectors: int, tmp_path: Pat
     assert "registers" in report
     if instance.in_shared and instance.chunks <= 8:
         assert " 0 bytes spill stores" in report
+    if vectors == FP8_VECTORS:
+        check_copies(tmp_path / "topk.cubin")
 
 
 @nvcc
@@ -70,6 +82,8 @@ def test_indexer(heads: int, vectors: int, with_prefetch: bool, lists: int, tmp_
         LISTS=lists,
     )
     assert " 0 bytes spill stores" in compile_source("indexer.cu", defines, tmp_path / "indexer.cubin")
+    if vectors == FP8_VECTORS:
+        check_copies(tmp_path / "indexer.cubin")
 
 
 @nvcc

@@ -7,6 +7,8 @@ For another GPU (capability, KB of shared memory of a block) only the loops that
 """
 
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +42,7 @@ from echo_batch.kernels.triton import (
     topk,
 )
 from echo_batch.kernels.weights import QuantizedWeight, block_shape
+from tests.kernels.machine_code import delayed_loads, disassemble, find_disassembler
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -59,6 +62,8 @@ def compile_instead_of_running(capability: int, shared_kilobytes: int) -> list[s
         if self.fn.__name__ == "_attention_kernel":
             kwargs["COMPUTE"] = tl.bfloat16  # as on the card
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if self.fn.__name__ == "place_kernel" and capability == 90 and find_disassembler() is not None:
+            check_recall(kernel.asm["cubin"])
         assert kernel.metadata.shared <= shared_kilobytes << 10, (self.fn.__name__, kernel.metadata.shared)
         return kernel
 
@@ -67,6 +72,16 @@ def compile_instead_of_running(capability: int, shared_kilobytes: int) -> list[s
     for module in (fused, linear, moe, queries):
         vars(module)["dot_type"] = lambda x: tl.bfloat16 if x.dtype == BF16 else tl.float32
     return compiled
+
+
+def check_recall(cubin: bytes) -> None:
+    """A row's bytes and the row for it are asked for at once: each wait between is a trip over the link."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        code = disassemble(Path(file.name))
+    found = delayed_loads(code, r"LDG\.E\.128\.STRONG\.GPU|ATOMG\.E\.MAX", r"ATOMG\.E\.MAX")
+    assert not found, found
 
 
 def weight(*shape: int) -> QuantizedWeight:
