@@ -142,7 +142,7 @@ def run_case(work: Workload, hit_rate: float, instances: dict[str, Instance], pa
         "serial, own scores, lists": (work.serial_lists, False),
     }
     for name, instance in instances.items():
-        modes[f"fused {name}"] = (partial(work.fused, instance=instance, overlap=True), True)
+        modes[f"fused {name}"] = (partial(work.fused, instance=instance), True)
         modes[f"fused {name}, over when scored"] = (partial(work.fused, instance=instance, late=False), True)
     modes["fused , lists"] = (partial(work.fused, lists=True), True)
     modes["fused , lists, 512 threads"] = (partial(work.fused, lists=True, threads=512), True)
@@ -199,8 +199,8 @@ def time_scores(work: Workload, scoring: dict[str, Instance], fused: dict[str, I
     """The scoring kernels alone, and what goes with a prefetch."""
     arguments = work.to_score(0)
     calls: dict[str, Callable[[], object]] = {}
-    if work.library is not None:
-        calls["DeepGEMM"] = partial(work.library.index_scores_paged, *arguments, work.schedule)
+    if work.deep_gemm is not None:
+        calls["DeepGEMM"] = partial(work.deep_gemm.index_scores_paged, *arguments, work.schedule)
     for name, instance in scoring.items():
         calls[f"own {name}"] = partial(cuda_indexer.index_scores_paged, *arguments, instance=instance)
     nothing = torch.full_like(work.predicted[0], float("inf"))
@@ -240,8 +240,8 @@ def time_scores(work: Workload, scoring: dict[str, Instance], fused: dict[str, I
         result[name] = measure_us([call])
         rate = work.shape.batch * work.shape.length * INDEX.row_bytes / result[name] / 1000
         print(f"{name:52} {result[name]:8.2f} us {rate:8.0f} GB/s of keys", flush=True)
-    if work.library is not None:
-        theirs = work.library.index_scores_paged(*arguments, work.schedule)
+    if work.deep_gemm is not None:
+        theirs = work.deep_gemm.index_scores_paged(*arguments, work.schedule)
         equal = torch.equal(theirs[:, : work.shape.length], scores[:, : work.shape.length])
         error = (theirs - scores).abs().max()
         print(f"same bits as DeepGEMM: {equal}; largest difference {float(error):.3g}", flush=True)

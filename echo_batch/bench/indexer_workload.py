@@ -56,9 +56,9 @@ class Shape:
 class Workload:
     """A batch whose queries drift, with LAYERS selection groups and the caches of their rows."""
 
-    def __init__(self, shape: Shape, library: DeepGemm | None) -> None:
+    def __init__(self, shape: Shape, deep_gemm: DeepGemm | None) -> None:
         self.shape = shape
-        self.library = library
+        self.deep_gemm = deep_gemm
         device = torch.device("cuda")
         num_blocks = shape.host_tokens // BLOCK_SIZE
         num_slots = num_blocks * BLOCK_SIZE
@@ -91,7 +91,7 @@ class Workload:
         self.weights = torch.empty(LAYERS, shape.batch, HEADS, device=device)
         self.fp8_query = torch.empty_like(self.query, dtype=torch.float8_e4m3fn)
         self.used_weights = torch.empty_like(self.weights)
-        self.schedule = None if library is None else library.index_schedule(self.lengths)
+        self.schedule = None if deep_gemm is None else deep_gemm.index_schedule(self.lengths)
         self.groups = [self.maps.group(g) for g in range(LAYERS)]
         self.states = [self.state.group(g) for g in range(LAYERS)]
         self.side = torch.cuda.Stream()
@@ -162,9 +162,9 @@ class Workload:
         return self.fp8_query[layer], self.used_weights[layer], self.pages, self.table, self.lengths, INDEX
 
     def scores(self, layer: int) -> Tensor:
-        if self.library is None:
+        if self.deep_gemm is None:
             return cuda_indexer.index_scores_paged(*self.to_score(layer))
-        return self.library.index_scores_paged(*self.to_score(layer), self.schedule)
+        return self.deep_gemm.index_scores_paged(*self.to_score(layer), self.schedule)
 
     def finish(
         self,
@@ -204,9 +204,7 @@ class Workload:
         maps, k, predicted = self.groups[layer], self.shape.topk, self.predicted[layer]
         if lists is None:
             rest = None if late is None else Late(late, self.host, self.gpu[layer])
-            marked: Marked = mark_topk(
-                maps, scores, self.lengths, k, predicted, self.table, self.step, late=rest, overlap=overlap
-            )
+            marked: Marked = mark_topk(maps, scores, self.lengths, k, predicted, self.table, self.step, late=rest)
         else:
             marked = mark_topk_lists(
                 maps,

@@ -48,7 +48,6 @@ def resolve_topk(
         block_table,
         step,
         late=rest,
-        overlap=late is not None,
         max_delay=64 * max_delay,
     )
     skip = scores.shape[0] if skip is None else skip

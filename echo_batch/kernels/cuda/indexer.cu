@@ -22,9 +22,9 @@
 // LISTS (0 or 1).
 
 #include "hopper.cuh"
+#include "late.cuh"
 
 constexpr u32 FULL_MASK = 0xffffffffu;
-constexpr u32 LATE_ENTRIES = 32;  // of a list for the top-k's launch (late.cuh)
 constexpr u32 PAGE_KEYS = 64, KEY_BYTES = 128, PAGE_BYTES = PAGE_KEYS * (KEY_BYTES + 4);
 constexpr u32 QUERY_BYTES = HEADS * KEY_BYTES;
 constexpr u32 CONSUMER_WARPS = 4 * CONSUMERS;

@@ -23,40 +23,38 @@ struct Late {
     const int* step;
 };
 
-// Copies the row of `slot` to `row` for every lane in `lanes`, AT_ONCE at once. Lanes without a part load something else
-// from GPU memory: with a load that depends on a condition the compiler waits for those before it.
-template <unsigned AT_ONCE, unsigned ROW_VECTORS>
+// Copies the row of `slot` to `row` for the lanes in `lanes`, of which there are at most MOST. Lanes without a part load
+// something else from GPU memory: with a load that depends on a condition the compiler waits for those before it.
+template <unsigned MOST, unsigned ROW_VECTORS>
 static __device__ __forceinline__ void copy_rows_of(const Late& late, unsigned lanes, int slot, int row) {
-    constexpr unsigned ALL = 0xffffffffu, LOADS = (AT_ONCE * ROW_VECTORS + 31) / 32;
-    const unsigned lane = threadIdx.x & 31;
-    while (lanes != 0) {
-        uint4 vectors[LOADS];
-        const unsigned num = min((unsigned)__popc(lanes), AT_ONCE);
-        unsigned first[AT_ONCE];
+    constexpr unsigned ALL = 0xffffffffu, LOADS = (MOST * ROW_VECTORS + 31) / 32;
+    const unsigned lane = threadIdx.x & 31, num = __popc(lanes);
+    if (num == 0) return;
+    unsigned owners[MOST];
 #pragma unroll
-        for (unsigned i = 0; i < AT_ONCE; ++i) {
-            first[i] = lanes != 0 ? __ffs((int)lanes) - 1 : 0;
-            lanes &= lanes - 1;
-        }
-        int targets[LOADS];
+    for (unsigned i = 0; i < MOST; ++i) {
+        owners[i] = lanes != 0 ? __ffs((int)lanes) - 1 : 0;
+        lanes &= lanes - 1;
+    }
+    uint4 vectors[LOADS];
+    int targets[LOADS];
 #pragma unroll
-        for (unsigned j = 0; j < LOADS; ++j) {
-            const unsigned at = j * 32 + lane, i = at / ROW_VECTORS;
-            unsigned owner = first[0];
+    for (unsigned j = 0; j < LOADS; ++j) {
+        const unsigned at = j * 32 + lane, i = at / ROW_VECTORS;
+        unsigned owner = owners[0];
 #pragma unroll
-            for (unsigned other = 1; other < AT_ONCE; ++other) owner = i == other ? first[other] : owner;
-            const int from = __shfl_sync(ALL, slot, (int)owner);
-            targets[j] = __shfl_sync(ALL, row, (int)owner);
-            const uint4* const source =
-                i < num ? late.host_pool + (long long)from * ROW_VECTORS + at % ROW_VECTORS : late.gpu_pool;
-            vectors[j] = load_row_vector(source);
-        }
+        for (unsigned other = 1; other < MOST; ++other) owner = i == other ? owners[other] : owner;
+        const int from = __shfl_sync(ALL, slot, (int)owner);
+        targets[j] = __shfl_sync(ALL, row, (int)owner);
+        const uint4* const source =
+            i < num ? late.host_pool + (long long)from * ROW_VECTORS + at % ROW_VECTORS : late.gpu_pool;
+        vectors[j] = load_row_vector(source);
+    }
 #pragma unroll
-        for (unsigned j = 0; j < LOADS; ++j) {
-            const unsigned at = j * 32 + lane;
-            if (at / ROW_VECTORS < num)
-                late.gpu_pool[(long long)targets[j] * ROW_VECTORS + at % ROW_VECTORS] = vectors[j];
-        }
+    for (unsigned j = 0; j < LOADS; ++j) {
+        const unsigned at = j * 32 + lane;
+        if (at / ROW_VECTORS < num)
+            late.gpu_pool[(long long)targets[j] * ROW_VECTORS + at % ROW_VECTORS] = vectors[j];
     }
 }
 

@@ -98,14 +98,14 @@ def mark_topk(
     step: Tensor,
     *,
     late: Late | None = None,
-    overlap: bool = False,
     max_delay: int = 0,
 ) -> Marked:
     """The slots that `topk_positions` selects (with `update`), looked up in the maps of one group: boundary A of
-    resolve, in the same launch. Beside it the prefetch of `late` goes on, as far as there is room for other clusters.
+    resolve, in the same launch.
 
-    overlap: blocks may come as those of the kernel before go, and wait for its end there. `max_delay`: clock cycles
-    that warps wait before the look-up at most (tests of races).
+    With `late` blocks come as those of the kernel before go, and wait for its end there; beside them the prefetch goes
+    on, as far as there is room for other clusters. `max_delay`: clock cycles that warps wait before the look-up at most
+    (tests of races).
     """
     num_rows, width = scores.shape
     assert maps.priority.shape[0] == 1 and num_rows * k < 1 << 31 and num_rows <= 65535, (maps.priority.shape, num_rows)
@@ -148,7 +148,7 @@ def mark_topk(
                 (step, POINTER),
                 *late_arguments,
             ),
-            overlap=overlap,
+            overlap=late is not None,
         )
     marked = Marked(rows, miss_slots, miss_entries)
     if num_clusters == 0:
