@@ -39,16 +39,6 @@ def resolve_topk(
     `max_delay` > 0 delays programs (tests of races).
     """
     rest = None if late is None else Late(late, host_rows, gpu_rows)
-    marked = mark_topk(
-        maps,
-        scores,
-        lengths,
-        k,
-        predicted,
-        block_table,
-        step,
-        late=rest,
-        max_delay=64 * max_delay,
-    )
+    marked = mark_topk(maps, scores, lengths, k, predicted, block_table, step, late=rest, max_delay=64 * max_delay)
     skip = scores.shape[0] if skip is None else skip
     return place(maps, marked, step, host_rows, gpu_rows, skip=skip, dependent=True, max_delay=max_delay)

@@ -25,10 +25,10 @@ OVERLAP = False
 
 def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
     """Prefetch ops whose scores have the bits of `ops.index_scores_paged` on this device."""
-    num_late_lists = cuda_indexer.num_late_lists(device) if cuda_indexer.available(device) else 0
-    found = _Dispatch(cuda_indexer.available(device), LISTS, RangesOfOps(ops))
+    has_kernel = cuda_indexer.available(device)
+    found = _Dispatch(has_kernel, LISTS, RangesOfOps(ops))
     return PrefetchOps(
-        num_late_lists=num_late_lists,
+        num_late_lists=cuda_indexer.num_late_lists(device) if has_kernel else 0,
         set_aside=portable.set_aside,
         prefetch_rows=portable.prefetch_rows,
         index_scores_range=found.index_scores_range,

@@ -281,7 +281,7 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     const u32 rank = cluster_rank(), row = blockIdx.y;
 #if MARK
     wait_for_previous();
-    let_next_start();  // `place`, which waits for the end of all blocks
+    let_next_start();  // `place`, which waits for the end of all blocks, or until all have marked
 #endif
 #if LATE > 0
     if (row >= num_rows) {
