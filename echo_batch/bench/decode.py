@@ -209,11 +209,12 @@ def _measure(runner: EagerRunner | GraphRunner, options: DecodeBench, batch: int
 
 
 _CACHE_KERNELS = (
-    "count_kernel", "prepare_kernel", "list_kernel", "append_kernel", "mark_kernel", "place_kernel",
-    "write_rows_kernel", "write_tokens_kernel", "copy_rows_kernel", "set_aside_kernel", "claim_kernel", "fetch_kernel",
+    "count_ages", "count_kernel", "prepare_kernel", "list_candidates", "list_kernel", "append_kernel", "mark_kernel",
+    "place_kernel", "write_rows_kernel", "write_tokens_kernel", "copy_rows_kernel", "set_aside_kernel", "claim_kernel",
+    "fetch_kernel",
 )  # fmt: skip
-"""Of kernels/triton: what a step has because of offloading (without it, one plain row write a layer). The look-up is
-not among them where the CUDA top-k does it."""
+"""Of kernels/triton and kernels/cuda/ages.cu: what a step has because of offloading (without it, one plain row write a
+layer). The look-up is not among them where the CUDA top-k does it."""
 
 
 def _cache_kernels(kernels: list[dict[str, Any]]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""The cache ops on an NVIDIA GPU: Triton kernels; the look-up of a selection inside the CUDA top-k where that runs."""
+"""The cache ops on an NVIDIA GPU: Triton kernels. Where CUDA kernels run, these begin a step, and look a selection up
+inside the top-k."""
 
 import dataclasses
 
@@ -8,15 +9,25 @@ from torch import Tensor
 from echo_batch.kernels.cache_ops import CacheOps, triton_cache_ops
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.cuda import runtime
+from echo_batch.kernels.cuda.ages import count_ages, list_candidates
 from echo_batch.kernels.cuda.topk import Late, mark_topk
 from echo_batch.kernels.prefetch_state import PrefetchState
-from echo_batch.kernels.triton.cache_ops import place
+from echo_batch.kernels.triton.cache_ops import place, prepare
 
 
 def gpu_cache_ops(device: torch.device) -> CacheOps:
     """The fastest ops for `device`."""
     ops = triton_cache_ops()
-    return dataclasses.replace(ops, resolve_topk=resolve_topk) if runtime.available(device) else ops
+    if not runtime.available(device):
+        return ops
+    return dataclasses.replace(ops, begin_step=begin_step, resolve_topk=resolve_topk)
+
+
+def begin_step(maps: GroupMaps, step: Tensor, *, num_reserved: int = 0) -> None:
+    """See the reference; also lists the rows that this step may take. Three launches for all groups together."""
+    count_ages(maps, step)
+    prepare(maps, step, num_reserved=num_reserved)
+    list_candidates(maps, step)
 
 
 def resolve_topk(

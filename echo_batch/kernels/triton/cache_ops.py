@@ -5,7 +5,8 @@ Launches of fixed shape without host involvement, so all of them can be captured
 Eviction. `begin_step` counts the rows of every group by age and lists the oldest ones in order of age (free rows first,
 then bins of a quarter octave). The i-th row that a step needs is the i-th of the list, taken by one atomic_max on its
 priority; nothing is scanned on the critical path. Where that row was used meanwhile the list goes on; where it ends, a
-clock hand walks over windows of rows and takes the least recently used one of each.
+clock hand walks over windows of rows and takes the least recently used one of each. Where CUDA kernels run, they count
+and list (kernels/cuda/ages.cu), with `prepare` in between.
 
 Resolve is two launches, because marking and evicting must not share one: a program could evict what another has just
 hit. `mark` protects hits and claims misses: it pushes each missing entry onto a chain whose head is the slot's place in
@@ -47,10 +48,17 @@ def begin_step(maps: GroupMaps, step: Tensor, *, num_reserved: int = 0) -> None:
     count_kernel[(triton.cdiv(num_rows, SCAN_ROWS), num_groups)](
         maps.priority, maps.age_bins, step, num_rows, R=SCAN_ROWS
     )
+    prepare(maps, step, num_reserved=num_reserved)
+    _list(maps, step, only_free=False)
+
+
+def prepare(maps: GroupMaps, step: Tensor, *, num_reserved: int) -> None:
+    """The launch of `begin_step` between counting and listing: advance `step`, and decide which bins are listed, and
+    where. Leaves the counts of rows by age zero for the next step."""
+    num_groups, num_rows = maps.priority.shape
     prepare_kernel[(num_groups,)](
         maps.counts, maps.age_bins, maps.totals, step, num_rows, num_reserved, maps.candidates.shape[1], num_warps=1
     )
-    _list(maps, step, only_free=False)
 
 
 def append(maps: GroupMaps, slots: Tensor, step: Tensor) -> Tensor:

@@ -136,6 +136,7 @@ static inline unsigned atomicMin(unsigned* target, unsigned value) {
     return old;
 }
 static inline int __ldcg(const int* from) { return *from; }
+static inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz((unsigned)bits); }
 static inline int __clzll(long long bits) { return bits == 0 ? 64 : __builtin_clzll((unsigned long long)bits); }
 static inline int __ffs(int bits) { return __builtin_ffs(bits); }
 static inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }

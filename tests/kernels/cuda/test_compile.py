@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echo_batch.kernels.cuda import ages
 from echo_batch.kernels.cuda.indexer import SCORES_ONLY, WITH_PREFETCH
 from echo_batch.kernels.cuda.topk import choose_instance, instance_defines
 from tests.kernels.machine_code import delayed_loads, disassemble, find_disassembler
@@ -80,6 +81,7 @@ def test_indexer(heads: int, vectors: int, with_prefetch: bool, lists: int, tmp_
         VECTORS=vectors,
         ROWS=instance.rows_at_once(vectors),
         LISTS=lists,
+        OVERLAP=int(with_prefetch),
     )
     assert " 0 bytes spill stores" in compile_source("indexer.cu", defines, tmp_path / "indexer.cubin")
     if vectors == FP8_VECTORS:
