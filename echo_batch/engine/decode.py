@@ -115,12 +115,16 @@ def decode_logits(
             cache.recall(layer, resolution)
             if beside is not None:
                 beside.join()
+            if layer == config.num_layers - 1:
+                with _on(branch):
+                    cache.end_step()
             latent = ops.sparse_mla(
                 query, cache.gpu_rows(layer), resolution.rows, config.softmax_scale, spec.row_format
             )
             stream = model.attention_output(layer, stream, latent)
             stream = model.ffn(layer, stream, active)
-    cache.end_step()
+    if branch is not None:
+        branch.join()  # the step's end
     has_block = (new_slots >= 0) | ~active
     return model.logits(stream), has_block
 
