@@ -79,10 +79,10 @@ static __device__ __forceinline__ bool link_row(const Late& late, int slot, int 
 }
 
 // Whether the prefetch was far behind when the scoring ended: then the link has enough to do, and every guess costs what
-// it would bring. True if half of 32 lists are full.
+// it would bring. True if half of 32 lists are half full.
 static __device__ __forceinline__ bool is_behind(const Late& late) {
     const unsigned list = (threadIdx.x & 31) * late.num_lists / 32;
-    const bool is_full = late.num_lists > 0 && __ldcg(late.lists + list * LATE_ENTRIES + LATE_ENTRIES - 1) >= 0;
+    const bool is_full = late.num_lists > 0 && __ldcg(late.lists + list * LATE_ENTRIES + LATE_ENTRIES / 2 - 1) >= 0;
     return __popc(__ballot_sync(0xffffffffu, is_full)) >= 16;
 }
 

@@ -281,7 +281,6 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     const u32 rank = cluster_rank(), row = blockIdx.y;
 #if MARK
     wait_for_previous();
-    let_next_start();  // `place`, which waits for the end of all blocks, or until all have marked
 #endif
 #if LATE > 0
     if (row >= num_rows) {
@@ -290,7 +289,10 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
         const u32 own = ((row - num_rows) * CLUSTER + rank) * WARPS + warp;
         const u32 num_warps = (gridDim.y - num_rows) * CLUSTER * WARPS;
         const bool behind = is_behind(late);
-        if (!behind) bring_late<LATE, VECTORS>(late, own, num_warps);
+        if (!behind) {
+            let_next_start();
+            bring_late<LATE, VECTORS>(late, own, num_warps);
+        }
         // Those who had nothing to do are the first to listen.
         bring_certain<LATE, VECTORS>(late, certain, num_rows * CLUSTER * WARPS, CLUSTER * WARPS, own, num_warps,
                                      !behind, [&](u32 of, u32 position) {
@@ -300,6 +302,9 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
         return;
     }
     u32* const own_certain = certain + ((row * CLUSTER + rank) * WARPS + warp) * 32 + lane;
+#endif
+#if MARK
+    let_next_start();  // `place`, which waits for the end of all blocks, or until all have marked
 #endif
     for (u32 i = thread; i < 2 * BINS; i += THREADS) shared.histogram[i / BINS][i % BINS] = 0;
     if (thread == 0) shared.num_doubt = 0, shared.num_above = 0, shared.offset = 0;
@@ -397,16 +402,17 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     scores.each_tile([&](u32 start) {
         if (by_bin) {
             chosen = scores.bits(start, [&](float score, u32) { return near_bin<BINS>(score, prediction) > doubt_bin; });
+            in_doubt = scores.bits(
+                start, [&](float score, u32) { return near_bin<BINS>(score, prediction) == doubt_bin; });
 #if LATE > 0
             if (RESIDENT) {
-                const Bits below = chosen & scores.bits(start, [&](float score, u32) { return !(score > prediction); });
+                const Bits below =
+                    (chosen | in_doubt) & scores.bits(start, [&](float score, u32) { return !(score > prediction); });
                 const u32 first = first_bit(below);  // 4 * chunk + place in it
                 const u32 position = scores.slice.position(start + first / 4, lane) + first % 4;
                 *(volatile u32*)own_certain = CERTAIN | (below != 0 ? position : NO_POSITION);
             }
 #endif
-            in_doubt = scores.bits(
-                start, [&](float score, u32) { return near_bin<BINS>(score, prediction) == doubt_bin; });
         } else {
             chosen = scores.bits(
                 start, [&](float score, u32 position) { return full_held_key(score, position) > high; });
