@@ -171,7 +171,8 @@ class OffloadedCache:
         predicted: Tensor,
     ) -> Tensor:
         """`ops.index_scores_paged` over the group's index keys; with prefetch, rows that will probably be selected are
-        copied meanwhile. predicted fp32 [B]: the k-th score that each row is expected to have."""
+        copied meanwhile. predicted fp32 [B]: the k-th score that each row is expected to have. The launch before this
+        call must be of what makes `query` and `weights`: it may still run when keys are read."""
         if self._prefetcher is not None:
             return self._prefetcher.scores(group, query, weights, block_table, seq_lens, predicted, self.step)
         return self._by_slot.index_scores(group, query, weights, block_table, seq_lens, schedule, predicted)

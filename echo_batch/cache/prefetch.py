@@ -78,6 +78,7 @@ class Prefetcher:
     ) -> Tensor:  # fmt: skip
         """Index scores as `ops.index_scores_paged`, the likely ones among the missing rows on their way meanwhile.
 
+        What was launched last must have made `query` or `weights`, nothing else that is read here: it may still run.
         predicted fp32 [B]: the k-th score that each row is expected to have, NaN where nothing is known.
         """
         layer = self.spec.group_layers[group][0]
@@ -92,6 +93,7 @@ class Prefetcher:
                 query, weights, pages, block_table, seq_lens, fmt, predicted=predicted, maps=self._group_maps[group],
                 state=self._states[group], step=step, host_rows=host_rows, gpu_rows=gpu_rows,
                 margins=None if lists is None else self._margins_of(group, query.shape[0]), lists=lists,
+                overlap=True,
             )  # fmt: skip
         assert self._branch is not None
         num_blocks = block_table.shape[1]

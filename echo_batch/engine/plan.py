@@ -33,9 +33,9 @@ _CPU_SHARE = 0.8
 """Of free memory, for everything on a CPU: Python objects, input and output need the rest."""
 _HOST_SHARE = 0.95
 """Of free host memory, for host pools asked for by size."""
-_PREFETCH_TOKENS = 1_000_000
-"""Host pool from which on fused prefetch is the default: a step of 1.3 and of 1.8 million scored tokens was measured
-(docs/prefetch.md), and with few tokens the scoring ends before a row can be copied beside it."""
+_PREFETCH_TOKENS = 100_000
+"""Host pool from which on fused prefetch is the default: steps of 98K, of 1.3 and of 1.8 million scored tokens were
+measured (docs/prefetch.md)."""
 _CONTEXT_STEP = 1024
 """Step of the search for a context that fits."""
 _CPU_ROWS_WITHOUT_INPUT = 4

@@ -74,6 +74,7 @@ class ScoresPrefetchOp(Protocol):
         gpu_rows: Tensor,
         margins: Tensor | None = None,
         lists: ScoreLists | None = None,
+        overlap: bool = False,
     ) -> Tensor: ...
 
 

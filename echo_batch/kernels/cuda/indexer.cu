@@ -18,8 +18,9 @@
 //
 // Compile-time: HEADS (32 or 64), STAGES, READ_ONCE (keys leave L2 first), CONSUMERS, PREFETCH (warps, 0: only scores),
 // QUEUE (slots that the queue of a prefetch warp holds in one launch), EARLY (pages before the end of the block's share
-// from which on no row is started), VECTORS (16-byte vectors of a KV row), ROWS (rows that a prefetch warp has in flight),
-// LISTS (0 or 1).
+// from which on no row is started; none at all if the share is shorter than twice that and the top-k's launch can bring
+// them), VECTORS (16-byte vectors of a KV row), ROWS (rows that a prefetch warp has in flight), LISTS (0 or 1), OVERLAP (1:
+// the kernel before may still run; it makes query or weights, and nothing else that is read here).
 
 #include "hopper.cuh"
 #include "late.cuh"
@@ -275,6 +276,7 @@ static __device__ __forceinline__ void consume(Shared& shared, Share share, cons
         }
         group_barrier(group);
     };
+    if (OVERLAP) wait_for_previous();  // it makes query and weights; pages, lengths and the maps are older
     // The first query comes while the first pages are on their way.
     if (share.count > group) change_row((int)place_of(share.first, lengths, batch, first_block, end_block).row);
     for (u32 i = group; i < share.count; i += CONSUMERS) {
@@ -390,7 +392,9 @@ static __device__ __forceinline__ void prefetch(Shared& shared, u32 queue, Share
                                                 const int* rows, u32 num_rows, u32* taken, u64* totals, int now,
                                                 int* late_list) {
     const u32 lane = threadIdx.x & 31;
-    const u32 last = share.count > EARLY ? share.count - EARLY : 0;
+    // In a short share no row would come before the end: all are left to the top-k's launch.
+    const bool is_short = late_list != nullptr && share.count <= 2 * EARLY;
+    const u32 last = is_short || share.count <= EARLY ? 0 : share.count - EARLY;
     u32 head = 0, num_prefetched = 0, num_dropped = 0;
     u32 missing = 0;  // lanes whose slots are to be brought
     int slot = -1;

@@ -116,6 +116,7 @@ def index_scores_prefetch(
     gpu_rows: Tensor,
     margins: Tensor | None = None,
     lists: ScoreLists | None = None,
+    overlap: bool = False,
     instance: Instance = WITH_PREFETCH,
 ) -> Tensor:
     """As reference.prefetch.index_scores_prefetch, in one launch; scores as `index_scores_paged` here.
@@ -158,6 +159,7 @@ def index_scores_prefetch(
         instance,
         (predicted, margins, lists),
         (row_bytes // 16, arguments),
+        overlap=overlap,
     )
     return scores
 
@@ -193,6 +195,8 @@ def _launch(
     instance: Instance,
     bounds: tuple[Tensor | None, Tensor | None, ScoreLists | None],
     prefetch: tuple[int, tuple[tuple[Argument, type], ...]] | None,
+    *,
+    overlap: bool = False,
 ) -> None:
     num_rows, num_heads, _ = query.shape
     max_blocks = block_table.shape[1]
@@ -229,6 +233,7 @@ def _launch(
             ("VECTORS", vectors),
             ("ROWS", instance.rows_at_once(vectors)),
             ("LISTS", int(lists is not None)),
+            ("OVERLAP", int(overlap)),
         ),
         instance.shared_bytes(num_heads),
         device.index,
@@ -256,4 +261,5 @@ def _launch(
             (0 if entries is None else entries.shape[1], UINT32),
             *arguments,
         ),
+        overlap=overlap,
     )

@@ -110,11 +110,14 @@ def index_scores_prefetch(
     gpu_rows: Tensor,
     margins: Tensor | None = None,
     lists: ScoreLists | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """`indexer.index_scores_paged` and `prefetch_rows` at once; returns the scores, the same bits as without prefetch.
 
     With `lists`, and `margins` fp32 [B], it also lists the scores that the top-k will probably need (`fill_lists`).
-    Done when it returns (on a GPU: when its kernels have run), so that `resolve` can follow.
+    `overlap`: what the launch before makes is `query` or `weights` and nothing else that is read here, so that a fast
+    version may begin while that launch ends. Done when it returns (on a GPU: when its kernels have run), so that
+    `resolve` can follow.
     """
     scores = indexer.index_scores_paged(query, weights, pages, block_table, seq_lens, fmt)
     if lists is not None:

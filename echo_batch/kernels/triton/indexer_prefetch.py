@@ -257,6 +257,7 @@ def index_scores_prefetch(
     gpu_rows: Tensor,
     margins: Tensor | None = None,
     lists: ScoreLists | None = None,
+    overlap: bool = False,
     score: Callable[..., Tensor] = index_scores_paged,
 ) -> Tensor:
     """See the reference: the portable version, one launch after the other; scores by `score`.

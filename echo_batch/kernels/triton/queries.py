@@ -4,10 +4,13 @@
 Every intermediate that the reference rounds to the compute dtype is rounded here too.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from echo_batch.kernels.activation import Activation
 from echo_batch.kernels.formats import IndexFormat
@@ -91,7 +94,10 @@ def _index_query_kernel(
     ROPE: tl.constexpr,
     DIM: tl.constexpr,
     COMPUTE: tl.constexpr,
+    LETS_NEXT_START: tl.constexpr,
 ):
+    if LETS_NEXT_START:
+        gdc_launch_dependents()
     _index_query_part(
         tl.program_id(0).to(tl.int64),
         tl.program_id(1) * HEADS,
@@ -152,9 +158,16 @@ def index_query(
             ROPE=2 * cos.shape[1],
             DIM=dim,
             COMPUTE=dot_type(query),
+            LETS_NEXT_START=_has_dependent_launches(query.device),
             num_warps=4,
         )
     return values, weights
+
+
+@cache
+def _has_dependent_launches(device: torch.device) -> bool:
+    """Whether a launch may begin while the one before it ends (the scoring does, cuda/indexer.py)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def absorbed_query(query: Tensor, key_up: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -92,3 +92,13 @@ def test_indexer(heads: int, vectors: int, with_prefetch: bool, lists: int, tmp_
 def test_topk_lists(tmp_path: Path) -> None:
     defines = dict(THREADS=1024, MAX_ENTRIES=8192, MAX_LISTS=160, ALIGNED=1, MARK=1, MAX_DELAY=0)
     assert " 0 bytes spill stores" in compile_source("topk_lists.cu", defines, tmp_path / "topk_lists.cubin")
+
+
+@nvcc
+def test_ages(tmp_path: Path) -> None:
+    report = compile_source("ages.cu", dict(ages.DEFINES), tmp_path / "ages.cubin")
+    assert report.count(" 0 bytes spill stores") == 2, "two kernels"
+    if find_disassembler() is not None:
+        code = disassemble(tmp_path / "ages.cubin")
+        assert any("ATOMS.POPC.INC" in instruction.text for instruction in code), "lanes of one address go together"
+        assert not delayed_loads(code, r"LDG\.E\.CONSTANT.*\+0x[0-9a-f]+00\]", r"BAR\.SYNC"), "rows are loaded at once"
