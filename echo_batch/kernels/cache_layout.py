@@ -12,12 +12,18 @@ SELECTED, MISSING, RECALLED, EVICTED, OFFLOADED, FALLBACKS = range(6)
 batch rows: selections that the predicted k-th score did not serve (`topk_positions`)."""
 
 NUM_TOTALS = 6
-NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED, FIRST_BIN, LAST_BIN, NUM_MARKED = range(6, 14)
+NUM_LISTED, NUM_RETRIED, NUM_WARMED, HAND, FAILED, FIRST_BIN, LAST_BIN = range(6, 13)
 """Further columns of `GroupMaps.counts` (after the six above): length of the candidate list, candidates taken in place
 of others that were in use, entries of a warm start, the clock hand, rows that could not be placed, the youngest and
-the oldest bin of used rows that are listed, blocks of a top-k that have marked their selection."""
+the oldest bin of used rows that are listed."""
 
-NUM_COUNTS = 16
+NUM_MARKED = 32
+"""And one 128 bytes further, in a line of its own, which hundreds of programs ask again and again: blocks of a top-k
+that have marked their selection; NOT_EARLY or more if they are to wait for its end."""
+
+NOT_EARLY = 1 << 30
+
+NUM_COUNTS = 64
 AGE_BINS = 64
 """Bins of rows by age, four an octave; the last one holds free rows."""
 

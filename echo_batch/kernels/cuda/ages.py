@@ -22,8 +22,8 @@ DEFINES = (
     ("LAST_BIN", layout.LAST_BIN),
 )
 SHARED_BYTES = 48 << 10
-"""Of a block: a counter for each bin and one for what is in none. The rest keeps a multiprocessor to four blocks, so that
-the step's first kernels, which run beside these, find room at once."""
+"""Of a block: a counter for each bin and one for what is in none. The rest keeps a multiprocessor to four blocks, so
+that the step's first kernels, which run beside these, find room at once."""
 
 
 def count_ages(maps: GroupMaps, step: Tensor) -> None:

@@ -1,6 +1,9 @@
 // What the prefetch (indexer.cu) did not bring, in the launch of the top-k, by blocks that have no scores to select from
 // (topk.cu): its late candidates, and then what is certainly selected though it scored below the prediction.
 //
+// A prefetch that is far behind has left the link enough to do: then nothing is brought, and `place` waits for the end of
+// the launch, for which it need not ask.
+//
 // Other blocks of the launch look their selections up meanwhile (mark.cuh, with LATE). So a row must be as it is to be
 // before it can be found: its priority first, then the link, by an exchange that finds the slot unclaimed. A slot that a
 // selection has claimed is left to `place`. Bytes may come after the link: they are there when the launch ends.
@@ -79,11 +82,14 @@ static __device__ __forceinline__ bool link_row(const Late& late, int slot, int 
 }
 
 // Whether the prefetch was far behind when the scoring ended: then the link has enough to do, and every guess costs what
-// it would bring. True if half of 32 lists are half full.
+// it would bring. Asks 32 lists how many quarters of them are full; some rows have many late candidates, others few.
 static __device__ __forceinline__ bool is_behind(const Late& late) {
-    const unsigned list = (threadIdx.x & 31) * late.num_lists / 32;
-    const bool is_full = late.num_lists > 0 && __ldcg(late.lists + list * LATE_ENTRIES + LATE_ENTRIES / 2 - 1) >= 0;
-    return __popc(__ballot_sync(0xffffffffu, is_full)) >= 16;
+    constexpr unsigned QUARTER = LATE_ENTRIES / 4, MANY = 48;  // of 128 quarters
+    const int* const list = late.lists + (threadIdx.x & 31) * late.num_lists / 32 * LATE_ENTRIES;
+    unsigned num_full = 0;
+#pragma unroll
+    for (unsigned i = 1; i <= 4; ++i) num_full += late.num_lists > 0 && __ldcg(list + i * QUARTER - 1) >= 0;
+    return __reduce_add_sync(0xffffffffu, num_full) >= MANY;
 }
 
 // Brings the first MOST missing rows of every list that falls to this warp, `warp` of `num_warps`. No more: what a wrong
@@ -124,9 +130,9 @@ static __device__ __forceinline__ void bring_late(const Late& late, unsigned war
     }
 }
 
-// What a warp that selects says about its scores as soon as the threshold is known: one entry a lane, either CERTAIN and
-// the position of a score that will be selected but was no candidate of the prefetch (of several, the first), or CERTAIN
-// and NO_POSITION. Whoever has read an entry writes 0. One that nobody has read is taken for the next launch's: it may
+// What a warp that selects says about its scores as soon as the threshold's bin is known: one entry a lane, either CERTAIN
+// and the position of a score that will be selected, or is in doubt, but was no candidate of the prefetch (of several, the
+// first), or CERTAIN and NO_POSITION. Whoever has read an entry writes 0. One that nobody has read is taken for the next launch's: it may
 // name anything, so a position says only what may be brought.
 constexpr unsigned CERTAIN = 1u << 31, NO_POSITION = (1u << 20) - 1;
 

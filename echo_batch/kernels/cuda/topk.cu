@@ -18,7 +18,7 @@
 // Compile-time: CLUSTER, THREADS (a multiple of BINS), MAX_CHUNKS (float4 that a lane holds), RESIDENT (a lane holds
 // all of its part), IN_SHARED (in shared memory: for what does not fit into registers), ALIGNED (rows start on 16
 // bytes), MIN_BLOCKS (a multiprocessor is to hold), MARK, MAX_DELAY (mark.cuh), LATE (rows that a warp brings at once;
-// 0: none; with MARK), VECTORS (16-byte vectors of a KV row).
+// 0: none; with MARK), VECTORS (16-byte vectors of a KV row), NOT_EARLY (what `place` is told where it shall wait for all).
 
 #include "cluster.cuh"
 #include "hopper.cuh"
@@ -292,6 +292,8 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
         if (!behind) {
             let_next_start();
             bring_late<LATE, VECTORS>(late, own, num_warps);
+        } else if (own == 0 && lane == 0) {
+            atomicAdd(marked_count, NOT_EARLY);
         }
         // Those who had nothing to do are the first to listen.
         bring_certain<LATE, VECTORS>(late, certain, num_rows * CLUSTER * WARPS, CLUSTER * WARPS, own, num_warps,

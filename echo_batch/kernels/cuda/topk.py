@@ -257,4 +257,5 @@ def instance_defines(
         "MAX_DELAY": max_delay,
         "LATE": min(2, _LATE_VECTORS // vectors) if vectors > 0 else 0,
         "VECTORS": max(1, vectors),
+        "NOT_EARLY": layout.NOT_EARLY,
     }
