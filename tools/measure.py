@@ -65,6 +65,8 @@ ITEMS = (
           " --offload off --locality 0.99"),
     bench("managed", "residency", "decode", "--context 32K --steps 60 --ep-slice 8 --batch 3 --gpu-pool 110K"
           " --host-pool 110K --residency off --locality 0.99"),
+    bench("managed-fused", "residency", "decode", "--context 32K --steps 60 --ep-slice 8 --batch 3 --gpu-pool 110K"
+          " --host-pool 110K --residency off --locality 0.99 --prefetch fused"),
     *(
         bench(f"deep-{pool}", "deep", "decode", f"{_DEEP} --batch 18 --gpu-pool {pool} --host-pool 1.8M", 150)
         for pool in ("380K", "200K", "110K")
@@ -84,6 +86,7 @@ ITEMS = (
     module("indexer", "--hit-rates 0.97,0.9,0.5"),
     module("cache_ops"),
     module("kernels", seconds=240),
+    Item("host_rows", "kernels", (sys.executable, "-m", "tools.studies.host_rows"), 240),
 )  # fmt: skip
 
 

@@ -130,10 +130,10 @@ static __device__ __forceinline__ void bring_late(const Late& late, unsigned war
     }
 }
 
-// What a warp that selects says about its scores as soon as the threshold's bin is known: one entry a lane, either CERTAIN
-// and the position of a score that will be selected, or is in doubt, but was no candidate of the prefetch (of several, the
-// first), or CERTAIN and NO_POSITION. Whoever has read an entry writes 0. One that nobody has read is taken for the next launch's: it may
-// name anything, so a position says only what may be brought.
+// What a warp that selects says about its scores as soon as the threshold's bin is known: one entry a lane, either
+// CERTAIN and the position of a score that will be selected, or is in doubt, but was no candidate of the prefetch (of
+// several, the first), or CERTAIN and NO_POSITION. Whoever has read an entry writes 0. One that nobody has read is taken
+// for the next launch's: it may name anything, so a position says only what may be brought.
 constexpr unsigned CERTAIN = 1u << 31, NO_POSITION = (1u << 20) - 1;
 
 // Brings such rows as soon as they are named: lists[num_lists][32], of which `per_row` belong to one row of the batch.

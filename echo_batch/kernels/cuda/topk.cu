@@ -18,7 +18,7 @@
 // Compile-time: CLUSTER, THREADS (a multiple of BINS), MAX_CHUNKS (float4 that a lane holds), RESIDENT (a lane holds
 // all of its part), IN_SHARED (in shared memory: for what does not fit into registers), ALIGNED (rows start on 16
 // bytes), MIN_BLOCKS (a multiprocessor is to hold), MARK, MAX_DELAY (mark.cuh), LATE (rows that a warp brings at once;
-// 0: none; with MARK), VECTORS (16-byte vectors of a KV row), NOT_EARLY (what `place` is told where it shall wait for all).
+// 0: none; with MARK), VECTORS (16-byte vectors of a KV row), NOT_EARLY (tells `place` to wait for the end).
 
 #include "cluster.cuh"
 #include "hopper.cuh"
