@@ -38,7 +38,8 @@ def decode_step(
     """Run the first `bucket` rows of `state` through the model and sample one token for each active one.
 
     `max_blocks` bounds the context of every active row (in blocks), so that scoring does not walk the whole table.
-    `branch`: where attention's queries are made while rows are selected and recalled; without, one after the other.
+    `branch`: where attention's queries are made while rows are selected and recalled, and where the cache begins and
+    ends the step; without, one after the other.
     """
     rows = slice(0, bucket)
     active = state.active[rows]
@@ -102,7 +103,8 @@ def decode_logits(
             cache.write(layer, new_slots, new_rows, projected.latents.kv_row, projected.latents.index_key)
             scores = None
             if resolution is None:
-                # The group's first layer selects; the others reuse its selection (IndexShare).
+                # The group's first layer selects; the others reuse its selection (IndexShare). Nothing is launched
+                # between query and scores: these may begin before the query is there (`index_scores`).
                 index_query, index_weights = model.index_query(layer, projected, angles)
                 scores = cache.index_scores(
                     group, index_query, index_weights, block_table, seq_lens, schedule, predicted[group]

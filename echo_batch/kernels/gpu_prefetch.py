@@ -9,9 +9,11 @@ from torch import Tensor
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
-from echo_batch.kernels.formats import IndexFormat
+from echo_batch.kernels.cuda.topk import late_clusters
+from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.prefetch_ops import PrefetchOps, RangesOfOps
+from echo_batch.kernels.prefetch_state import PrefetchState
 from echo_batch.kernels.score_lists import ScoreLists
 from echo_batch.kernels.triton import indexer_prefetch as portable
 from echo_batch.kernels.triton.cache_ops import place
@@ -26,7 +28,8 @@ OVERLAP = False
 def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
     """Prefetch ops whose scores have the bits of `ops.index_scores_paged` on this device."""
     has_kernel = cuda_indexer.available(device)
-    found = _Dispatch(has_kernel, LISTS, RangesOfOps(ops))
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if has_kernel else 0
+    found = _Dispatch(has_kernel, num_multiprocessors, LISTS, RangesOfOps(ops))
     return PrefetchOps(
         num_late_lists=cuda_indexer.num_late_lists(device) if has_kernel else 0,
         set_aside=portable.set_aside,
@@ -64,6 +67,7 @@ def resolve_topk_lists(
 class _Dispatch:
     has_kernel: bool
     """whether cuda/indexer.py can be compiled and run"""
+    num_multiprocessors: int
     lists: bool
     ranges: RangesOfOps
 
@@ -82,10 +86,16 @@ class _Dispatch:
 
     def index_scores_prefetch(
         self, query: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor, fmt: IndexFormat,
-        **rest: Any,
+        state: PrefetchState, **rest: Any,
     ) -> Tensor:  # fmt: skip
         if self.has_kernel and cuda_indexer.supports(query.shape[1], fmt):
-            return cuda_indexer.index_scores_prefetch(query, weights, pages, block_table, seq_lens, fmt, **rest)
+            if late_clusters(query.shape[0], block_table.shape[1] * BLOCK_SIZE, self.num_multiprocessors) == 0:
+                state = state._replace(late=state.late[:, :0])  # nobody would read what it lists
+            return cuda_indexer.index_scores_prefetch(
+                query, weights, pages, block_table, seq_lens, fmt, state=state, **rest
+            )
         # Scored by what scores without prefetch, so that the bits are the same.
         score = self.ranges.ops.index_scores_paged
-        return portable.index_scores_prefetch(query, weights, pages, block_table, seq_lens, fmt, score=score, **rest)
+        return portable.index_scores_prefetch(
+            query, weights, pages, block_table, seq_lens, fmt, state=state, score=score, **rest
+        )

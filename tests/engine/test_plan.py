@@ -64,7 +64,7 @@ def test_v32_on_8xh200_by_hand() -> None:
     assert p.host_pool_bytes == 1_800_000 * 61 * 656 == 72_028_800_000
     assert memory.index_cache == 1_800_000 * 61 * 132 == 14_493_600_000
     assert memory.gpu_pool == cache.gpu_tokens * 61 * 656
-    maps, lists, counters = 4 * 1_800_000 + 8 * cache.gpu_tokens, 2 * 4 * 32_768, 4 * (128 + 16) + 8 * 6
+    maps, lists, counters = 4 * 1_800_000 + 8 * cache.gpu_tokens, 2 * 4 * 32_768, 4 * (128 + 64) + 8 * 6
     prefetch, late = 8 * (cache.gpu_tokens // 32) + 4 * 8 + 8 * 5, 4 * 1152 * 32
     assert memory.metadata == 61 * (maps + lists + counters + prefetch + late) + 4 * 32 * 8 * 1024
     assert memory.host_pool == 0

@@ -1,5 +1,5 @@
 // What the prefetch (indexer.cu) did not bring, in the launch of the top-k, by blocks that have no scores to select from
-// (topk.cu): its late candidates, and then what is certainly selected though it scored below the prediction.
+// (topk.cu): its late candidates, and then what is selected, certainly or perhaps, though it scored below the prediction.
 //
 // A prefetch that is far behind has left the link enough to do: then nothing is brought, and `place` waits for the end of
 // the launch, for which it need not ask.

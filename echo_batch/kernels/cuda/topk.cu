@@ -272,7 +272,7 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
                ,
                u32 num_rows, const int* late_lists, u32 num_late_lists, u32* certain, const uint4* host_pool,
                uint4* gpu_pool, int* gpu_to_host, const int* set_aside, u32 num_set_aside, u32* taken,
-               u64* prefetch_totals, u32* marked_count
+               u64* prefetch_totals, u32* marked_count, u32 short_pages
 #endif
 ) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -288,7 +288,11 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
                            priority,    set_aside,      num_set_aside, taken,    prefetch_totals, step};
         const u32 own = ((row - num_rows) * CLUSTER + rank) * WARPS + warp;
         const u32 num_warps = (gridDim.y - num_rows) * CLUSTER * WARPS;
-        const bool behind = is_behind(late);
+        // With so few pages the prefetch has left all candidates here: their number says nothing.
+        u32 pages = 0;
+        for (u32 i = lane; i < num_rows; i += 32)
+            pages += (min((u32)max(lengths[i], 0), width) + BLOCK_SIZE - 1) / BLOCK_SIZE;
+        const bool behind = __reduce_add_sync(FULL_MASK, pages) > short_pages && is_behind(late);
         if (!behind) {
             let_next_start();
             bring_late<LATE, VECTORS>(late, own, num_warps);

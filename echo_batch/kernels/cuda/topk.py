@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echo_batch.kernels import cache_layout as layout
 from echo_batch.kernels.contracts import GroupMaps, Marked
+from echo_batch.kernels.cuda.indexer import short_pages
 from echo_batch.kernels.cuda.runtime import INT32, INT64, POINTER, UINT32, Argument, Kernel, launch, load_kernel
 from echo_batch.kernels.prefetch_state import PrefetchState
 
@@ -118,7 +119,7 @@ def mark_topk(
         late_arguments: _Arguments = ()
         if late is not None and late.state.late.shape[1] > 0:
             num_multiprocessors = torch.cuda.get_device_properties(scores.device).multi_processor_count
-            num_clusters = late_clusters(choose_instance(num_rows, width), num_rows, num_multiprocessors)
+            num_clusters = late_clusters(num_rows, width, num_multiprocessors)
         if late is not None and num_clusters > 0:
             vectors, late_arguments = late.gpu_rows.shape[1] // 16, _late_arguments(late, maps, num_rows)
         kernel, num_threads = _load(scores, lengths, k, predicted, mark=True, max_delay=max_delay, vectors=vectors)
@@ -177,6 +178,7 @@ def _late_arguments(late: Late, maps: GroupMaps, num_rows: int) -> _Arguments:
         (state.taken, POINTER),
         (state.totals, POINTER),
         (maps.counts[0, layout.NUM_MARKED :], POINTER),
+        (short_pages(state.late.device), UINT32),
     )
 
 
@@ -234,10 +236,11 @@ def choose_instance(num_rows: int, width: int) -> Instance:
     return Instance(1024, 1, 4, False)
 
 
-def late_clusters(instance: Instance, num_rows: int, num_multiprocessors: int) -> int:
-    """Clusters beside those of the rows that start with them: an H200 (132) has room for 16 of the largest blocks."""
-    room = min(num_multiprocessors // _CLUSTER * instance.min_blocks, layout.CERTAIN_ROWS)
-    return min(_LATE_CLUSTERS, max(0, room - num_rows))
+def late_clusters(num_rows: int, width: int, num_multiprocessors: int) -> int:
+    """Clusters beside those of rows of this width that start with them, for the prefetch to go on in. An H200 (132) has
+    room for 16 clusters of the largest blocks."""
+    room = num_multiprocessors // _CLUSTER * choose_instance(num_rows, width).min_blocks
+    return min(_LATE_CLUSTERS, max(0, min(room, layout.CERTAIN_ROWS) - num_rows))
 
 
 def instance_defines(

@@ -31,4 +31,4 @@ def test_the_source_is_part_of_the_package() -> None:
 def test_late_rows_come_from_clusters_that_start_with_the_others(
     num_rows: int, num_multiprocessors: int, expected: int
 ) -> None:
-    assert late_clusters(choose_instance(num_rows, 98304), num_rows, num_multiprocessors) == expected
+    assert late_clusters(num_rows, 98304, num_multiprocessors) == expected

@@ -22,7 +22,7 @@ from tests.kernels.marked import STEP, Selection, check_marked, fallbacks, make_
 from tests.kernels.triton.test_topk import scores_of
 
 NO_MARKS = (None,) * 7
-NO_LATE = (None, 0, None, None, None, None, None, 0, None, None, None)
+NO_LATE = (None, 0, None, None, None, None, None, 0, None, None, None, 0)
 HOPPER = """
 static void let_next_start() {}
 static void wait_for_previous() {}
@@ -38,8 +38,8 @@ extern "C" void run(const float* scores, long long stride, u32 width, const int*
                     u32* fallback_count, int* miss_slots, int* miss_entries, u32* miss_count, u32* selected_count,
                     int* priority, int* host_to_gpu, const int* step, const int* late_lists, u32 num_late_lists,
                     u32* certain, const uint4* host_pool, uint4* gpu_pool, int* gpu_to_host, const int* set_aside,
-                    u32 num_set_aside, u32* taken, u64* prefetch_totals, u32* marked_count, u32 num_rows,
-                    u32 num_clusters, u32 first, u32 end) {
+                    u32 num_set_aside, u32* taken, u64* prefetch_totals, u32* marked_count, u32 short_pages,
+                    u32 num_rows, u32 num_clusters, u32 first, u32 end) {
     const size_t shared_bytes = SCORES_OFFSET + (IN_SHARED ? 16 * THREADS * MAX_CHUNKS : 0);
     launch_clusters({CLUSTER, num_clusters, 1}, THREADS, shared_bytes, [&] {
         topk_positions(scores, stride, width, lengths, predicted, update, k, positions, kth, block_tables, table_stride,
@@ -49,7 +49,7 @@ extern "C" void run(const float* scores, long long stride, u32 width, const int*
 #endif
 #if LATE > 0
                        , num_rows, late_lists, num_late_lists, certain, host_pool, gpu_pool, gpu_to_host, set_aside,
-                       num_set_aside, taken, prefetch_totals, marked_count
+                       num_set_aside, taken, prefetch_totals, marked_count, short_pages
 #endif
         );
     }, first, end);
@@ -165,14 +165,16 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch:
     late[::2, 3] = slots[slots >= 0][:20]
     late[:, 5:] = -1
 
-    def run_clusters(after: Selection, state: PrefetchState, gpu: Tensor, marked: Marked, first: int, end: int) -> None:
+    def run_clusters(
+        after: Selection, state: PrefetchState, gpu: Tensor, marked: Marked, first: int, end: int, short_pages: int = 0
+    ) -> None:
         maps, counts = after.maps, after.maps.counts[0]
         run(
             library, after.scores, after.scores.stride(0), width, after.lengths, after.predicted, 1, k, marked.rows,
             None, after.block_table, after.block_table.stride(0), counts[FALLBACKS:], marked.miss_slots,
             marked.miss_entries, counts[MISSING:], counts[SELECTED:], maps.priority, maps.host_to_gpu, step, state.late,
             40, state.certain, host, gpu, maps.gpu_to_host, state.rows, num_aside, state.taken, state.totals,
-            counts[NUM_MARKED:], num_rows, num_rows + 2, first, end,
+            counts[NUM_MARKED:], short_pages, num_rows, num_rows + 2, first, end,
         )  # fmt: skip
 
     def start() -> tuple[Selection, PrefetchState, Tensor, Marked]:
@@ -241,3 +243,8 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch:
     run_clusters(before._replace(maps=maps), state, gpu, marked, num_rows, num_rows + 2)
     assert torch.equal(maps.host_to_gpu, before.maps.host_to_gpu) and not state.totals[0, PREFETCHED]
     assert int(maps.counts[0, NUM_MARKED]) == NOT_EARLY
+    # But where there were few pages (110, 110 and 5) all candidates are left here.
+    for short_pages, is_brought in ((224, False), (225, True)):
+        maps = GroupMaps(*(field.clone() for field in before.maps))
+        run_clusters(before._replace(maps=maps), state, gpu, marked, num_rows, num_rows + 2, short_pages)
+        assert bool(state.totals[0, PREFETCHED]) == is_brought == (int(maps.counts[0, NUM_MARKED]) == 0)
