@@ -42,9 +42,8 @@ class HostPool:
         )
         self._unpin: weakref.finalize[[int, mmap.mmap], HostPool] | None = None
         if device.type == "cuda":
-            memory, flat = _mapped_memory(spec.host_pool_bytes, numa_node_of(device))
-            _touch(flat, POISON_BYTE if poison else 0)
-            _pin(flat)
+            byte = POISON_BYTE if poison else 0
+            memory, flat = pinned_memory(spec.host_pool_bytes, numa_node_of(device), byte)
             # The finalizer keeps the mapping alive until the driver has let go of it, and runs at exit too.
             self._unpin = weakref.finalize(self, _unpin, flat.data_ptr(), memory)
             self.rows = flat.view(shape)
@@ -58,6 +57,14 @@ class HostPool:
         self.rows = torch.empty((0, 0, 0), dtype=torch.uint8)
         if self._unpin is not None:
             self._unpin()
+
+
+def pinned_memory(num_bytes: int, numa_node: int | None, byte: int = 0) -> tuple[mmap.mmap, Tensor]:
+    """Memory as the pool's, filled with `byte` and registered; uint8 [num_bytes]. ConfigError if it cannot be."""
+    memory, flat = _mapped_memory(num_bytes, numa_node)
+    _touch(flat, byte)
+    _pin(flat)
+    return memory, flat
 
 
 def _mapped_memory(num_bytes: int, numa_node: int | None) -> tuple[mmap.mmap, Tensor]:

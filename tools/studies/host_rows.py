@@ -10,7 +10,6 @@ part, or all over it. Memory: `registered` (huge pages, cudaHostRegister, as the
 
 import argparse
 import ctypes
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from echo_batch.cache.host_pool import _mapped_memory, _pin, _touch
+from echo_batch.bench.cache_ops import capture, replay_us
+from echo_batch.cache.host_pool import pinned_memory
 
 LAYERS, ROW_WORDS, REPLAYS = 61, 164, 9
 STREAM_WORDS, STREAM_ROUNDS = 4096, 8
@@ -48,9 +48,7 @@ def stream_kernel(weights, out, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 def registered(num_bytes: int) -> tuple[Tensor, Any]:
-    memory, flat = _mapped_memory(num_bytes, None)
-    _touch(flat, 1)
-    _pin(flat)
+    memory, flat = pinned_memory(num_bytes, None)
     return flat, memory
 
 
@@ -85,8 +83,7 @@ def mapped(num_bytes: int) -> tuple[Tensor, Any]:
         grants.append(grant)
     ok(driver.cuMemSetAccess(address, num_bytes, grants, len(grants)))
     flat = _tensor(int(address), num_bytes)
-    _touch(flat, 1)
-    return flat, None
+    return flat.fill_(1), None
 
 
 MEMORY = {"registered": registered, "allocated": allocated, "mapped": mapped}
@@ -97,20 +94,7 @@ def _tensor(address: int, num_bytes: int) -> Tensor:
 
 
 def us_a_layer(body: Callable[[], None]) -> float:
-    body()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / LAYERS)
-    return statistics.median(times)
+    return replay_us(capture(body), lambda: None, replays=REPLAYS) / LAYERS
 
 
 def measure(flat: Tensor, weights: Tensor) -> None:

@@ -1,10 +1,6 @@
 """The CUDA kernels of a step's start on a CPU: their own source, compiled by the host's C++ compiler (emulation.h)."""
 
 import ctypes
-import importlib.resources
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +9,9 @@ from torch import Tensor
 from echo_batch.kernels.cache_layout import AGE_BINS, FIRST_BIN, FREE, LAST_BIN
 from echo_batch.kernels.contracts import GroupMaps, make_maps
 from echo_batch.kernels.cuda.ages import DEFINES, SHARED_BYTES
+from tests.kernels.cuda.emulated import FOLDER, build, needs_compiler
 
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+pytestmark = needs_compiler
 
 THREADS, ROWS = 128, 512
 FREE_BIN = AGE_BINS - 1
@@ -35,21 +31,9 @@ extern "C" void list(const int* priority, int* candidates, const int* counts, u3
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    source = importlib.resources.files("echo_batch.kernels.cuda").joinpath("ages.cu").read_text()
-    dynamic = "extern __shared__ __align__(16) unsigned char shared_bytes[];"
-    assert source.count(dynamic) == 2
-    source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
-    directory = tmp_path_factory.mktemp("emulated")
-    code, built = directory / "ages.cpp", directory / "ages.so"
-    code.write_text(f'#include "{Path(__file__).with_name("emulation.h")}"\n{source}\n{LAUNCHER}')
+    source = FOLDER.joinpath("ages.cu").read_text()
     defines = dict(DEFINES) | dict(THREADS=THREADS, ROWS=ROWS, SHARED_BYTES=SHARED_BYTES)
-    command = [str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread"]
-    command += [f"-D{key}={value}" for key, value in defines.items()] + ["-o", str(built), str(code)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if "unrecognized command-line option" in done.stderr or "barrier: No such file" in done.stderr:
-        pytest.skip("g++ without C++20")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(built))
+    return build(tmp_path_factory.mktemp("emulated") / "ages.so", source, LAUNCHER, defines)
 
 
 def address(tensor: Tensor) -> ctypes.c_void_p:

@@ -3,10 +3,7 @@ host (emulation.h). On the card: tests/kernels/triton/test_topk.py, test_resolve
 """
 
 import ctypes
-import importlib.resources
 import math
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,8 @@ from echo_batch.kernels.contracts import GroupMaps, Marked
 from echo_batch.kernels.cuda.topk import Instance, instance_defines
 from echo_batch.kernels.prefetch_state import LATE, PREFETCHED, PrefetchState, make_prefetch_state
 from echo_batch.kernels.reference.topk import topk_positions as reference
+from tests.kernels.cuda.emulated import FOLDER, HERE, needs_compiler
+from tests.kernels.cuda.emulated import build as build_emulated
 from tests.kernels.marked import STEP, Selection, check_marked, fallbacks, make_selection
 from tests.kernels.triton.test_topk import scores_of
 
@@ -29,8 +28,7 @@ static void wait_for_previous() {}
 static void gpu_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 static uint4 load_row_vector(const uint4* from) { return *from; }
 """
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+pytestmark = needs_compiler
 
 LAUNCHER = """
 extern "C" void run(const float* scores, long long stride, u32 width, const int* lengths, float* predicted, int update,
@@ -63,27 +61,12 @@ def library_with_prefetch(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CD
 
 
 def build(directory: Path, instance: Instance, *, mark: bool, vectors: int = 0) -> ctypes.CDLL:
-    folder = importlib.resources.files("echo_batch.kernels.cuda")
-    source = folder.joinpath("topk.cu").read_text()
-    here = Path(__file__).parent
-    dynamic = "extern __shared__ __align__(16) unsigned char shared_bytes[];"
-    clusters = '#include "cluster.cuh"'
-    assert all(source.count(part) == 1 for part in (dynamic, clusters))
-    source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
+    source, clusters = FOLDER.joinpath("topk.cu").read_text(), '#include "cluster.cuh"'
+    assert source.count(clusters) == 1
     source = source.replace('#include "hopper.cuh"', HOPPER)
-    source = source.replace(clusters, f'#include "{here / "cluster_emulation.h"}"')
-    code, library = directory / "topk.cpp", directory / f"topk_{mark}.so"
-    code.write_text(f'#include "{here / "emulation.h"}"\n{source}\n{LAUNCHER}')
+    source = source.replace(clusters, f'#include "{HERE / "cluster_emulation.h"}"')
     defines = instance_defines(instance, aligned=False, mark=mark, vectors=vectors) | {"CLUSTER": 2}
-    command = [str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", f"-I{folder}"]
-    command += ["-o", str(library), str(code)]
-    done = subprocess.run(
-        command + [f"-D{name}={value}" for name, value in defines.items()], capture_output=True, text=True
-    )
-    if "unrecognized command-line option" in done.stderr or "barrier: No such file" in done.stderr:
-        pytest.skip("g++ without C++20")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    return build_emulated(directory / f"topk_{mark}.so", source, LAUNCHER, defines)
 
 
 def run(library: ctypes.CDLL, *arguments: Tensor | int | None) -> None:

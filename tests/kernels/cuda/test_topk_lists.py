@@ -5,11 +5,8 @@ On a GPU: tests/kernels/triton/test_topk_lists.py.
 
 import ctypes
 import functools
-import importlib.resources
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,12 +20,11 @@ from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
 from echo_batch.kernels.cuda.runtime import Kernel
 from echo_batch.kernels.reference.topk_lists import count_listed, topk_lists
 from echo_batch.kernels.score_lists import MAX_TOPK, ScoreLists, make_score_lists
+from tests.kernels.cuda.emulated import FOLDER, needs_compiler
+from tests.kernels.cuda.emulated import build as build_emulated
 from tests.kernels.marked import STEP, check_marked, make_selection
 from tests.kernels.score_lists_scenario import bounds, split_lists
 from tests.kernels.triton.test_topk import KINDS, dirtied, scores_of
-
-COMPILER = shutil.which("g++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 MAX_LISTS = 32
 LAUNCHER = """
@@ -54,29 +50,18 @@ static u64 min(u64 a, u64 b) { return a < b ? a : b; }
 
 
 def source_of(name: str) -> str:
-    return importlib.resources.files("echo_batch.kernels.cuda").joinpath(name).read_text().replace("#pragma once", "")
+    return FOLDER.joinpath(name).read_text().replace("#pragma once", "")
 
 
 def build(directory: Path, *, threads: int, aligned: bool, max_entries: int, mark: bool = False) -> ctypes.CDLL:
     source = source_of("topk_lists.cu")
-    dynamic = "extern __shared__ __align__(16) unsigned char shared_bytes[];"
-    assert dynamic in source
-    source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
     source = re.sub('#include "hopper.cuh"', HEADERS, source)
     for header in ("mark.cuh", "topk_keys.cuh"):
         source = source.replace(f'#include "{header}"', source_of(header))
     name = f"topk_lists_{threads}_{aligned}_{max_entries}_{mark}"
-    code, library = directory / f"{name}.cpp", directory / f"{name}.so"
-    code.write_text(f'#include "{Path(__file__).with_name("emulation.h")}"\n{source}\n{LAUNCHER}')
     defines = dict(THREADS=threads, MAX_ENTRIES=max_entries, MAX_LISTS=MAX_LISTS, MAX_DELAY=0)
     defines |= dict(ALIGNED=int(aligned), MARK=int(mark))
-    command = [str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread"]
-    command += [f"-D{key}={value}" for key, value in defines.items()] + ["-o", str(library), str(code)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if "unrecognized command-line option" in done.stderr or "barrier: No such file" in done.stderr:
-        pytest.skip("g++ without C++20")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    return build_emulated(directory / f"{name}.so", source, LAUNCHER, defines)
 
 
 @pytest.fixture(scope="module")

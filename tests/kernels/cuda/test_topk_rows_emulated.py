@@ -1,9 +1,6 @@
 """The CUDA top-k for many rows on a CPU: the kernel's own source, compiled by the host's C++ compiler (emulation.h)."""
 
 import ctypes
-import importlib.resources
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,10 +8,11 @@ import torch
 from torch import Tensor
 
 from echo_batch.kernels.reference.topk_rows import topk_rows as reference
+from tests.kernels.cuda.emulated import FOLDER, needs_compiler
+from tests.kernels.cuda.emulated import build as build_emulated
 from tests.kernels.triton.test_topk import KINDS, scores_of
 
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+pytestmark = needs_compiler
 
 THREADS = 64
 LAUNCHER = """
@@ -28,33 +26,9 @@ extern "C" void run(const float* scores, long long stride, u32 width, const int*
 
 
 def build(directory: Path, *, aligned: bool, max_list: int) -> ctypes.CDLL:
-    folder = importlib.resources.files("echo_batch.kernels.cuda")
-    source = folder.joinpath("topk_rows.cu").read_text()
-    dynamic = "extern __shared__ __align__(16) unsigned char shared_bytes[];"
-    assert dynamic in source
-    source = source.replace(dynamic, "unsigned char* const shared_bytes = shared_memory.data();")
-    header = Path(__file__).with_name("emulation.h")
-    code, library = directory / "topk_rows.cpp", directory / f"topk_rows_{aligned}_{max_list}.so"
-    code.write_text(f'#include "{header}"\n{source}\n{LAUNCHER}')
-    defines = [f"-DTHREADS={THREADS}", "-DMIN_BLOCKS=1", f"-DMAX_LIST={max_list}", f"-DALIGNED={int(aligned)}"]
-    command = [
-        str(COMPILER),
-        "-std=c++20",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-pthread",
-        f"-I{folder}",
-        *defines,
-        "-o",
-        str(library),
-        str(code),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if "unrecognized command-line option" in done.stderr or "barrier: No such file" in done.stderr:
-        pytest.skip("g++ without C++20")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    defines = dict(THREADS=THREADS, MIN_BLOCKS=1, MAX_LIST=max_list, ALIGNED=int(aligned))
+    library = directory / f"topk_rows_{aligned}_{max_list}.so"
+    return build_emulated(library, FOLDER.joinpath("topk_rows.cu").read_text(), LAUNCHER, defines)
 
 
 @pytest.fixture(
