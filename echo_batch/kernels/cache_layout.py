@@ -19,9 +19,7 @@ the oldest bin of used rows that are listed."""
 
 NUM_MARKED = 32
 """And one 128 bytes further, in a line of its own, which hundreds of programs ask again and again: blocks of a top-k
-that have marked their selection; NOT_EARLY or more if they are to wait for its end."""
-
-NOT_EARLY = 1 << 30
+that have marked their selection."""
 
 NUM_COUNTS = 64
 AGE_BINS = 64

@@ -9,7 +9,7 @@ from torch import Tensor
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
-from echo_batch.kernels.cuda.topk import late_clusters
+from echo_batch.kernels.cuda.topk import late_clusters, room_for_clusters
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.prefetch_ops import PrefetchOps, RangesOfOps
@@ -28,8 +28,7 @@ OVERLAP = False
 def gpu_prefetch_ops(device: torch.device, ops: Ops) -> PrefetchOps:
     """Prefetch ops whose scores have the bits of `ops.index_scores_paged` on this device."""
     has_kernel = cuda_indexer.available(device)
-    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if has_kernel else 0
-    found = _Dispatch(has_kernel, num_multiprocessors, LISTS, RangesOfOps(ops))
+    found = _Dispatch(has_kernel, LISTS, RangesOfOps(ops))
     return PrefetchOps(
         num_late_lists=cuda_indexer.num_late_lists(device) if has_kernel else 0,
         set_aside=portable.set_aside,
@@ -67,7 +66,6 @@ def resolve_topk_lists(
 class _Dispatch:
     has_kernel: bool
     """whether cuda/indexer.py can be compiled and run"""
-    num_multiprocessors: int
     lists: bool
     ranges: RangesOfOps
 
@@ -89,7 +87,9 @@ class _Dispatch:
         state: PrefetchState, **rest: Any,
     ) -> Tensor:  # fmt: skip
         if self.has_kernel and cuda_indexer.supports(query.shape[1], fmt):
-            if late_clusters(query.shape[0], block_table.shape[1] * BLOCK_SIZE, self.num_multiprocessors) == 0:
+            num_rows, width = query.shape[0], block_table.shape[1] * BLOCK_SIZE
+            room = room_for_clusters(num_rows, width, rest["gpu_rows"].shape[1], query.device)
+            if late_clusters(num_rows, room) == 0:
                 state = state._replace(late=state.late[:, :0])  # nobody would read what it lists
             return cuda_indexer.index_scores_prefetch(
                 query, weights, pages, block_table, seq_lens, fmt, state=state, **rest

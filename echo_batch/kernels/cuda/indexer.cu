@@ -19,7 +19,7 @@
 // Compile-time: HEADS (32 or 64), STAGES, READ_ONCE (keys leave L2 first), CONSUMERS, PREFETCH (warps, 0: only scores),
 // QUEUE (slots that the queue of a prefetch warp holds in one launch), EARLY (pages before the end of the block's share
 // from which on no row is started; none at all if the share is shorter than twice that and the top-k's launch can bring
-// them), VECTORS (16-byte vectors of a KV row), ROWS (rows that a prefetch warp has in flight), LISTS (0 or 1), OVERLAP (1:
+// them), VECTORS (16-byte vectors of a KV row), ROWS (rows that a prefetch warp has in flight at most), LISTS (0 or 1), OVERLAP (1:
 // the kernel before may still run; it makes query or weights, and nothing else that is read here).
 
 #include "hopper.cuh"
@@ -29,6 +29,7 @@ constexpr u32 FULL_MASK = 0xffffffffu;
 constexpr u32 PAGE_KEYS = 64, KEY_BYTES = 128, PAGE_BYTES = PAGE_KEYS * (KEY_BYTES + 4);
 constexpr u32 QUERY_BYTES = HEADS * KEY_BYTES;
 constexpr u32 CONSUMER_WARPS = 4 * CONSUMERS;
+constexpr u32 MANY = 6;  // missing slots that a prefetch warp has at hand
 constexpr u32 QUEUES = PREFETCH > 0 ? PREFETCH : 1;
 
 struct Page {
@@ -433,8 +434,9 @@ static __device__ __forceinline__ void prefetch(Shared& shared, u32 queue, Share
                 ended = true;
                 break;
             }
-            // The next ROWS missing slots: lane i gets the i-th.
-            const u32 wanted = min((u32)__popc(missing), (u32)ROWS);
+            // The next missing slots: lane i gets the i-th. With many at hand it is the link that they wait for, and more
+            // rows in flight would only hold up the keys.
+            const u32 num_missing = __popc(missing), wanted = num_missing > MANY ? 1 : min(num_missing, (u32)ROWS);
             int from = -1;
             for (u32 i = 0; i < wanted; ++i) {
                 const int other = __shfl_sync(FULL_MASK, slot, __ffs((int)missing) - 1);

@@ -100,11 +100,6 @@ def num_late_lists(device: torch.device, instance: Instance = WITH_PREFETCH) -> 
     return instance.prefetch_warps * _num_blocks(device)
 
 
-def short_pages(device: torch.device, instance: Instance = WITH_PREFETCH) -> int:
-    """Pages of a batch up to which a prefetch with such lists leaves all candidates in them."""
-    return 2 * instance.early * _num_blocks(device)
-
-
 def index_scores_prefetch(
     query: Tensor,
     weights: Tensor,

@@ -1,9 +1,6 @@
 // What the prefetch (indexer.cu) did not bring, in the launch of the top-k, by blocks that have no scores to select from
 // (topk.cu): its late candidates, and then what is selected, certainly or perhaps, though it scored below the prediction.
 //
-// A prefetch that is far behind has left the link enough to do: then nothing is brought, and `place` waits for the end of
-// the launch, for which it need not ask.
-//
 // Other blocks of the launch look their selections up meanwhile (mark.cuh, with LATE). So a row must be as it is to be
 // before it can be found: its priority first, then the link, by an exchange that finds the slot unclaimed. A slot that a
 // selection has claimed is left to `place`. Bytes may come after the link: they are there when the launch ends.
@@ -74,6 +71,14 @@ static __device__ __forceinline__ int reserve_rows(const Late& late, unsigned nu
     return row;
 }
 
+// Rows for the first list of warp `warp`, one for each of the first MOST lanes, if there are as many for every list; -1.
+// They cost a warp two accesses and a fence, which pass while it waits for the scoring to end.
+template <unsigned MOST>
+static __device__ __forceinline__ int reserve_ahead(const Late& late, unsigned warp) {
+    const bool enough = warp < late.num_lists && look(late.taken) + MOST * late.num_lists <= late.num_rows;
+    return __all_sync(0xffffffffu, enough) ? reserve_rows(late, MOST, *late.step) : -1;
+}
+
 // Links each `slot` >= 0 that is missing to the lane's `row` >= 0; true where that was done.
 static __device__ __forceinline__ bool link_row(const Late& late, int slot, int row) {
     const bool linked = slot >= 0 && row >= 0 && atomicCAS(late.host_to_gpu + slot, -1, row) == -1;
@@ -81,21 +86,11 @@ static __device__ __forceinline__ bool link_row(const Late& late, int slot, int 
     return linked;
 }
 
-// Whether the prefetch was far behind when the scoring ended: then the link has enough to do, and every guess costs what
-// it would bring. Asks 32 lists how many quarters of them are full; some rows have many late candidates, others few.
-static __device__ __forceinline__ bool is_behind(const Late& late) {
-    constexpr unsigned QUARTER = LATE_ENTRIES / 4, MANY = 48;  // of 128 quarters
-    const int* const list = late.lists + (threadIdx.x & 31) * late.num_lists / 32 * LATE_ENTRIES;
-    unsigned num_full = 0;
-#pragma unroll
-    for (unsigned i = 1; i <= 4; ++i) num_full += late.num_lists > 0 && __ldcg(list + i * QUARTER - 1) >= 0;
-    return __reduce_add_sync(0xffffffffu, num_full) >= MANY;
-}
-
-// Brings the first MOST missing rows of every list that falls to this warp, `warp` of `num_warps`. No more: what a wrong
-// prediction lists would hold up the launch, and the rest is for `place` if it is selected.
+// Brings the first MOST missing rows of every list that falls to this warp, `warp` of `num_warps`, to the rows that were
+// `reserved` ahead. No more: what a wrong prediction lists would hold up the launch, and the rest is for `place` if it is
+// selected.
 template <unsigned MOST, unsigned ROW_VECTORS>
-static __device__ __forceinline__ void bring_late(const Late& late, unsigned warp, unsigned num_warps) {
+static __device__ __forceinline__ void bring_late(const Late& late, unsigned warp, unsigned num_warps, int reserved) {
     constexpr unsigned ALL = 0xffffffffu;
     const unsigned lane = threadIdx.x & 31;
     const int now = *late.step;
@@ -105,7 +100,13 @@ static __device__ __forceinline__ void bring_late(const Late& late, unsigned war
         const int found = slot >= 0 ? __ldcg(late.host_to_gpu + slot) : 0;
         unsigned missing = __ballot_sync(ALL, found == -1);
         num_looked_at += __popc(__ballot_sync(ALL, slot >= 0)) - __popc(missing);
-        if (missing == 0) continue;
+        int row = reserved;
+        reserved = -1;
+        const bool has_rows = __any_sync(ALL, row >= 0);
+        if (missing == 0) {
+            if (row >= 0) late.priority[row] = -1;  // it stays free
+            continue;
+        }
         // Lane i gets the i-th missing slot.
         int own = -1;
         const unsigned num = min((unsigned)__popc(missing), MOST);
@@ -115,7 +116,7 @@ static __device__ __forceinline__ void bring_late(const Late& late, unsigned war
             missing &= missing - 1;
         }
         num_looked_at += num;
-        const int row = reserve_rows(late, num, now);
+        if (!has_rows) row = reserve_rows(late, num, now);
         const bool linked = link_row(late, own, row);
         if (row >= 0 && !linked) late.priority[row] = -1;  // it stays free
         const unsigned brought = __ballot_sync(ALL, linked);
@@ -137,10 +138,10 @@ static __device__ __forceinline__ void bring_late(const Late& late, unsigned war
 constexpr unsigned CERTAIN = 1u << 31, NO_POSITION = (1u << 20) - 1;
 
 // Brings such rows as soon as they are named: lists[num_lists][32], of which `per_row` belong to one row of the batch.
-// Without `bring` only reads the entries. slot_of_row(row, position): -1 where no such token is in the cache.
+// slot_of_row(row, position): -1 where no such token is in the cache.
 template <unsigned MOST, unsigned ROW_VECTORS, typename SlotOf>
 static __device__ __forceinline__ void bring_certain(const Late& late, unsigned* lists, unsigned num_lists,
-                                                     unsigned per_row, unsigned warp, unsigned num_warps, bool bring,
+                                                     unsigned per_row, unsigned warp, unsigned num_warps,
                                                      SlotOf slot_of_row) {
     constexpr unsigned ALL = 0xffffffffu, AT_ONCE = 5, PATIENCE = 2, TRIES = 256;
     const unsigned lane = threadIdx.x & 31;
@@ -156,7 +157,7 @@ static __device__ __forceinline__ void bring_certain(const Late& late, unsigned*
         for (unsigned tries = 0; tries < TRIES && !all; ++tries) {
             // Rows before entries: when a position is known, it takes two accesses until others find the row. But not
             // at once, as they should not go short for late candidates.
-            if (bring && tries == PATIENCE) row = reserve_rows(late, MOST, now);
+            if (tries == PATIENCE) row = reserve_rows(late, MOST, now);
             bool mine = true;
 #pragma unroll
             for (unsigned i = 0; i < AT_ONCE; ++i) {
@@ -172,7 +173,7 @@ static __device__ __forceinline__ void bring_certain(const Late& late, unsigned*
             if (list < num_lists) lists[list * 32 + lane] = 0;
             if (entries[i] != 0 && named_position == NO_POSITION) named_list = list, named_position = position;
         }
-        const bool is_named = bring && named_position != NO_POSITION;
+        const bool is_named = named_position != NO_POSITION;
         const int slot = is_named ? slot_of_row(named_list / per_row, named_position) : -1;
         unsigned named = __ballot_sync(ALL, slot >= 0);
         if (named != 0 && !__any_sync(ALL, row >= 0)) row = reserve_rows(late, MOST, now);

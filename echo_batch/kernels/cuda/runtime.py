@@ -124,6 +124,22 @@ def launch(
     )
 
 
+def max_clusters(kernel: Kernel, num_threads: int, cluster: int) -> int:
+    """How many clusters of `cluster` blocks run at once on an idle device. Less than its multiprocessors could hold:
+    those of a cluster are neighbours, and not every group of neighbours is complete."""
+    from cuda.bindings import driver
+
+    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = cluster, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes = kernel.shared_bytes
+    config.attrs, config.numAttrs = [attribute], 1
+    return int(_check(driver.cuOccupancyMaxActiveClusters(kernel.function, config)))
+
+
 POINTER = ctypes.c_void_p
 INT32 = ctypes.c_int32
 UINT32 = ctypes.c_uint32

@@ -18,7 +18,7 @@
 // Compile-time: CLUSTER, THREADS (a multiple of BINS), MAX_CHUNKS (float4 that a lane holds), RESIDENT (a lane holds
 // all of its part), IN_SHARED (in shared memory: for what does not fit into registers), ALIGNED (rows start on 16
 // bytes), MIN_BLOCKS (a multiprocessor is to hold), MARK, MAX_DELAY (mark.cuh), LATE (rows that a warp brings at once;
-// 0: none; with MARK), VECTORS (16-byte vectors of a KV row), NOT_EARLY (tells `place` to wait for the end).
+// 0: none; with MARK), VECTORS (16-byte vectors of a KV row).
 
 #include "cluster.cuh"
 #include "hopper.cuh"
@@ -272,36 +272,26 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
                ,
                u32 num_rows, const int* late_lists, u32 num_late_lists, u32* certain, const uint4* host_pool,
                uint4* gpu_pool, int* gpu_to_host, const int* set_aside, u32 num_set_aside, u32* taken,
-               u64* prefetch_totals, u32* marked_count, u32 short_pages
+               u64* prefetch_totals, u32* marked_count
 #endif
 ) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const u32 rank = cluster_rank(), row = blockIdx.y;
-#if MARK
-    wait_for_previous();
-#endif
 #if LATE > 0
     if (row >= num_rows) {
         const Late late = {late_lists,  num_late_lists, host_pool,     gpu_pool, host_to_gpu,     gpu_to_host,
                            priority,    set_aside,      num_set_aside, taken,    prefetch_totals, step};
         const u32 own = ((row - num_rows) * CLUSTER + rank) * WARPS + warp;
         const u32 num_warps = (gridDim.y - num_rows) * CLUSTER * WARPS;
-        // With so few pages the prefetch has left all candidates here: their number says nothing.
-        u32 pages = 0;
-        for (u32 i = lane; i < num_rows; i += 32)
-            pages += (min((u32)max(lengths[i], 0), width) + BLOCK_SIZE - 1) / BLOCK_SIZE;
-        const bool behind = __reduce_add_sync(FULL_MASK, pages) > short_pages && is_behind(late);
-        if (!behind) {
-            let_next_start();
-            bring_late<LATE, VECTORS>(late, own, num_warps);
-        } else if (own == 0 && lane == 0) {
-            atomicAdd(marked_count, NOT_EARLY);
-        }
+        const int reserved = reserve_ahead<LATE>(late, own);
+        wait_for_previous();
+        let_next_start();
+        bring_late<LATE, VECTORS>(late, own, num_warps, reserved);
         // Those who had nothing to do are the first to listen.
         bring_certain<LATE, VECTORS>(late, certain, num_rows * CLUSTER * WARPS, CLUSTER * WARPS, own, num_warps,
-                                     !behind, [&](u32 of, u32 position) {
+                                     [&](u32 of, u32 position) {
             const int slot = slot_of(block_tables + (long long)of * table_stride, min(position, width - 1));
             return (int)position < min(lengths[of], (int)width) - 1 ? slot : -1;
         });
@@ -310,6 +300,7 @@ topk_positions(const float* __restrict__ all_scores, long long row_stride, u32 w
     u32* const own_certain = certain + ((row * CLUSTER + rank) * WARPS + warp) * 32 + lane;
 #endif
 #if MARK
+    wait_for_previous();
     let_next_start();  // `place`, which waits for the end of all blocks, or until all have marked
 #endif
     for (u32 i = thread; i < 2 * BINS; i += THREADS) shared.histogram[i / BINS][i % BINS] = 0;

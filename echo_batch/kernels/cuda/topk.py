@@ -4,6 +4,7 @@ In a decode step the same launch looks the selection up in the cache's maps (`ma
 that waits for this one and does nothing but follow pointers.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,17 @@ from torch import Tensor
 
 from echo_batch.kernels import cache_layout as layout
 from echo_batch.kernels.contracts import GroupMaps, Marked
-from echo_batch.kernels.cuda.indexer import short_pages
-from echo_batch.kernels.cuda.runtime import INT32, INT64, POINTER, UINT32, Argument, Kernel, launch, load_kernel
+from echo_batch.kernels.cuda.runtime import (
+    INT32,
+    INT64,
+    POINTER,
+    UINT32,
+    Argument,
+    Kernel,
+    launch,
+    load_kernel,
+    max_clusters,
+)
 from echo_batch.kernels.prefetch_state import PrefetchState
 
 _CLUSTER = 8
@@ -118,8 +128,8 @@ def mark_topk(
     if num_rows > 0:
         late_arguments: _Arguments = ()
         if late is not None and late.state.late.shape[1] > 0:
-            num_multiprocessors = torch.cuda.get_device_properties(scores.device).multi_processor_count
-            num_clusters = late_clusters(num_rows, width, num_multiprocessors)
+            room = room_for_clusters(num_rows, width, late.gpu_rows.shape[1], scores.device)
+            num_clusters = late_clusters(num_rows, room)
         if late is not None and num_clusters > 0:
             vectors, late_arguments = late.gpu_rows.shape[1] // 16, _late_arguments(late, maps, num_rows)
         kernel, num_threads = _load(scores, lengths, k, predicted, mark=True, max_delay=max_delay, vectors=vectors)
@@ -178,7 +188,6 @@ def _late_arguments(late: Late, maps: GroupMaps, num_rows: int) -> _Arguments:
         (state.taken, POINTER),
         (state.totals, POINTER),
         (maps.counts[0, layout.NUM_MARKED :], POINTER),
-        (short_pages(state.late.device), UINT32),
     )
 
 
@@ -193,21 +202,20 @@ def _load(
     vectors: int = 0,
 ) -> tuple[Kernel, int]:
     """The kernel for these arguments, and its threads a block."""
-    num_rows, width = scores.shape
+    width = scores.shape[1]
     assert scores.dtype == torch.float32 and lengths.dtype == torch.int32 and lengths.is_contiguous()
     assert scores.stride(1) == 1 and width <= MAX_WIDTH, (scores.stride(), width)
     assert predicted is None or (predicted.dtype == torch.float32 and predicted.is_contiguous())
     assert k > 0
     aligned = scores.stride(0) % 4 == 0 and width % 4 == 0 and scores.data_ptr() % 16 == 0
-    instance = choose_instance(num_rows, width)
-    kernel = load_kernel(
-        "topk.cu",
-        "topk_positions",
-        tuple(instance_defines(instance, aligned=aligned, mark=mark, max_delay=max_delay, vectors=vectors).items()),
-        _SHARED_BYTES + (16 * instance.threads * instance.chunks if instance.in_shared else 0),
-        scores.device.index,
-    )
-    return kernel, instance.threads
+    instance = choose_instance(*scores.shape)
+    defines = instance_defines(instance, aligned=aligned, mark=mark, max_delay=max_delay, vectors=vectors)
+    return _load_instance(instance, defines, scores.device), instance.threads
+
+
+def _load_instance(instance: "Instance", defines: dict[str, int], device: torch.device) -> Kernel:
+    shared_bytes = _SHARED_BYTES + (16 * instance.threads * instance.chunks if instance.in_shared else 0)
+    return load_kernel("topk.cu", "topk_positions", tuple(defines.items()), shared_bytes, device.index)
 
 
 class Instance(NamedTuple):
@@ -224,8 +232,7 @@ def choose_instance(num_rows: int, width: int) -> Instance:
     """The instance for rows of this width; a pure function of the shape.
 
     Few rows: the largest blocks, one on a multiprocessor, for latency. Many: two smaller ones, so that one works while
-    the other waits (B=32, L=65,536: 18 against 23 us; B=256, L=98,304: 110 against 156 us on an H200). An H200 runs at
-    most 16 clusters of blocks that fill a multiprocessor at once, 32 of the smaller ones.
+    the other waits (B=32, L=65,536: 18 against 23 us; B=256, L=98,304: 110 against 156 us on an H200).
     """
     small, large = (-(-width // (_CLUSTER * threads * 4)) for threads in (512, 1024))
     if num_rows > 16 and small <= 12:
@@ -236,10 +243,18 @@ def choose_instance(num_rows: int, width: int) -> Instance:
     return Instance(1024, 1, 4, False)
 
 
-def late_clusters(num_rows: int, width: int, num_multiprocessors: int) -> int:
-    """Clusters beside those of rows of this width that start with them, for the prefetch to go on in. An H200 (132) has
-    room for 16 clusters of the largest blocks."""
-    room = num_multiprocessors // _CLUSTER * choose_instance(num_rows, width).min_blocks
+@functools.cache
+def room_for_clusters(num_rows: int, width: int, row_bytes: int, device: torch.device) -> int:
+    """Clusters that run at once, of the kernel that selects from `num_rows` rows of this width and goes on with a
+    prefetch of KV rows of `row_bytes` (H200: 15 of the largest blocks, 30 of the smaller ones)."""
+    instance = choose_instance(num_rows, width)
+    defines = instance_defines(instance, aligned=True, mark=True, vectors=row_bytes // 16)
+    return max_clusters(_load_instance(instance, defines, device), instance.threads, _CLUSTER)
+
+
+def late_clusters(num_rows: int, room: int) -> int:
+    """Clusters beside those of `num_rows` rows that start with them, for the prefetch to go on in: one that had to wait
+    for a row's to end would hold up the launch, and what comes after it."""
     return min(_LATE_CLUSTERS, max(0, min(room, layout.CERTAIN_ROWS) - num_rows))
 
 
@@ -260,5 +275,4 @@ def instance_defines(
         "MAX_DELAY": max_delay,
         "LATE": min(2, _LATE_VECTORS // vectors) if vectors > 0 else 0,
         "VECTORS": max(1, vectors),
-        "NOT_EARLY": layout.NOT_EARLY,
     }

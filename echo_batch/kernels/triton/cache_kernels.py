@@ -21,7 +21,6 @@ FIRST_BIN = tl.constexpr(layout.FIRST_BIN)
 LAST_BIN = tl.constexpr(layout.LAST_BIN)
 NUM_MARKED = tl.constexpr(layout.NUM_MARKED)
 NUM_COUNTS = tl.constexpr(layout.NUM_COUNTS)
-NOT_EARLY = tl.constexpr(layout.NOT_EARLY)
 BINS = tl.constexpr(layout.AGE_BINS)
 FREE_BIN = tl.constexpr(layout.AGE_BINS - 1)
 
@@ -217,15 +216,18 @@ def mark_kernel(
 
 
 @triton.jit
+def load_acquire(address):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [address], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def wait_until(count, target):
-    """Until `count` has reached `target` or, with NOT_EARLY, for the end of the launch before; what was written before
-    others counted can be read then."""
-    seen = tl.load(count, volatile=True)
-    while seen < target:
-        seen = tl.load(count, volatile=True)
-    if seen >= NOT_EARLY:
-        gdc_wait()
-    tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [seen], tl.int32, is_pure=False, pack=1)
+    """Until `count` has reached `target`; what was written before others counted can be read then."""
+    address = count.to(tl.int64)
+    while load_acquire(address) < target:
+        pass
 
 
 @triton.jit(do_not_specialize=["n", "skip", "num_blocks"])
@@ -261,8 +263,8 @@ def place_kernel(
     """Give the misses rows: candidates from `skip` on (those before went to appended tokens). One warp a program.
 
     DEPENDENT: the launch that marks may not have ended; it changes nothing of what is read before the wait. EARLY: that
-    is a wait for `num_blocks` blocks to have marked, if not NOT_EARLY. The launch may go on to bring rows that were set
-    aside: of these none may be taken before it has ended, nor may those go on who wait for this launch.
+    is a wait for `num_blocks` blocks to have marked. The launch may go on to bring rows that were set aside: of these
+    none may be taken before it has ended, nor may those go on who wait for this launch.
     """
     # The chain of loads is what takes the time, so what does not depend on the number of misses is loaded before it is
     # known; volatile, or the compiler would move these loads behind the comparison with that number.

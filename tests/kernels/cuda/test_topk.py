@@ -25,10 +25,8 @@ def test_the_source_is_part_of_the_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_multiprocessors", "expected"),
-    [(13, 132, 3), (16, 132, 0), (18, 132, 4), (30, 132, 2), (33, 264, 0), (4, 78, 4), (13, 78, 0)],
+    ("num_rows", "room", "expected"),
+    [(13, 15, 2), (15, 15, 0), (16, 15, 0), (18, 30, 4), (29, 30, 1), (33, 64, 0), (4, 9, 4), (13, 9, 0)],
 )
-def test_late_rows_come_from_clusters_that_start_with_the_others(
-    num_rows: int, num_multiprocessors: int, expected: int
-) -> None:
-    assert late_clusters(num_rows, 98304, num_multiprocessors) == expected
+def test_late_rows_come_from_clusters_that_start_with_the_others(num_rows: int, room: int, expected: int) -> None:
+    assert late_clusters(num_rows, room) == expected

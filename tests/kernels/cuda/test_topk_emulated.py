@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo_batch.kernels.cache_layout import FALLBACKS, MISSING, NOT_EARLY, NUM_MARKED, SELECTED
+from echo_batch.kernels.cache_layout import FALLBACKS, MISSING, NUM_MARKED, SELECTED
 from echo_batch.kernels.contracts import GroupMaps, Marked
 from echo_batch.kernels.cuda.topk import Instance, instance_defines
 from echo_batch.kernels.prefetch_state import LATE, PREFETCHED, PrefetchState, make_prefetch_state
@@ -21,11 +21,12 @@ from tests.kernels.marked import STEP, Selection, check_marked, fallbacks, make_
 from tests.kernels.triton.test_topk import scores_of
 
 NO_MARKS = (None,) * 7
-NO_LATE = (None, 0, None, None, None, None, None, 0, None, None, None, 0)
+NO_LATE = (None, 0, None, None, None, None, None, 0, None, None, None)
 HOPPER = """
 static void let_next_start() {}
 static void wait_for_previous() {}
 static void gpu_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+template <typename T> static T look(const T* pointer) { return *pointer; }
 static uint4 load_row_vector(const uint4* from) { return *from; }
 """
 pytestmark = needs_compiler
@@ -36,7 +37,7 @@ extern "C" void run(const float* scores, long long stride, u32 width, const int*
                     u32* fallback_count, int* miss_slots, int* miss_entries, u32* miss_count, u32* selected_count,
                     int* priority, int* host_to_gpu, const int* step, const int* late_lists, u32 num_late_lists,
                     u32* certain, const uint4* host_pool, uint4* gpu_pool, int* gpu_to_host, const int* set_aside,
-                    u32 num_set_aside, u32* taken, u64* prefetch_totals, u32* marked_count, u32 short_pages,
+                    u32 num_set_aside, u32* taken, u64* prefetch_totals, u32* marked_count,
                     u32 num_rows, u32 num_clusters, u32 first, u32 end) {
     const size_t shared_bytes = SCORES_OFFSET + (IN_SHARED ? 16 * THREADS * MAX_CHUNKS : 0);
     launch_clusters({CLUSTER, num_clusters, 1}, THREADS, shared_bytes, [&] {
@@ -47,7 +48,7 @@ extern "C" void run(const float* scores, long long stride, u32 width, const int*
 #endif
 #if LATE > 0
                        , num_rows, late_lists, num_late_lists, certain, host_pool, gpu_pool, gpu_to_host, set_aside,
-                       num_set_aside, taken, prefetch_totals, marked_count, short_pages
+                       num_set_aside, taken, prefetch_totals, marked_count
 #endif
         );
     }, first, end);
@@ -148,16 +149,14 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch:
     late[::2, 3] = slots[slots >= 0][:20]
     late[:, 5:] = -1
 
-    def run_clusters(
-        after: Selection, state: PrefetchState, gpu: Tensor, marked: Marked, first: int, end: int, short_pages: int = 0
-    ) -> None:
+    def run_clusters(after: Selection, state: PrefetchState, gpu: Tensor, marked: Marked, first: int, end: int) -> None:
         maps, counts = after.maps, after.maps.counts[0]
         run(
             library, after.scores, after.scores.stride(0), width, after.lengths, after.predicted, 1, k, marked.rows,
             None, after.block_table, after.block_table.stride(0), counts[FALLBACKS:], marked.miss_slots,
             marked.miss_entries, counts[MISSING:], counts[SELECTED:], maps.priority, maps.host_to_gpu, step, state.late,
             40, state.certain, host, gpu, maps.gpu_to_host, state.rows, num_aside, state.taken, state.totals,
-            counts[NUM_MARKED:], short_pages, num_rows, num_rows + 2, first, end,
+            counts[NUM_MARKED:], num_rows, num_rows + 2, first, end,
         )  # fmt: skip
 
     def start() -> tuple[Selection, PrefetchState, Tensor, Marked]:
@@ -218,17 +217,3 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch:
         maps.priority[0, guessed] = -1
     check_marked(before, after, marked)
     assert int(after.maps.counts[0, NUM_MARKED]) == 2 * num_rows
-
-    if order == "before":
-        return
-    # A prefetch that is far behind: nothing is brought, and `place` is told to wait for the end. But where there were
-    # few pages (110, 110 and 5) all candidates are left here, and their number says nothing.
-    for short_pages, is_brought in ((0, False), (224, False), (225, True)):
-        state, gpu = start()[1:3]
-        state.late[0, ::2] = slots[slots >= 0][:32]
-        state.certain.fill_(0xFFFFF - (1 << 31))  # nothing is named, so that nobody waits for names
-        maps = GroupMaps(*(field.clone() for field in before.maps))
-        run_clusters(before._replace(maps=maps), state, gpu, marked, num_rows, num_rows + 2, short_pages)
-        assert bool(state.totals[0, PREFETCHED]) == is_brought
-        assert torch.equal(maps.host_to_gpu, before.maps.host_to_gpu) == (not is_brought)
-        assert int(maps.counts[0, NUM_MARKED]) == (0 if is_brought else NOT_EARLY)
