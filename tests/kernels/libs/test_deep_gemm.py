@@ -67,7 +67,8 @@ def test_index_scores_paged(library: DeepGemm, num_heads: int) -> None:
         pages, slots, rows.pack_index_keys(randn(slots.shape[0], 128, seed=3), FP8_KEY, True), FP8_KEY
     )
     lengths = torch.tensor([30000, 0, 1, 38400, 64], dtype=torch.int32, device=DEVICE)
-    table = torch.stack([torch.randperm(1300, device=DEVICE)[:600] for _ in range(5)]).to(torch.int32)
+    generator = torch.Generator().manual_seed(4)
+    table = torch.stack([torch.randperm(1300, generator=generator)[:600] for _ in range(5)]).to(DEVICE, torch.int32)
     table[1] = -1
     table[2, 1:] = -1
     query, _ = rows.quantize_index_query(randn(5, num_heads, 128, seed=1), True)
@@ -76,9 +77,11 @@ def test_index_scores_paged(library: DeepGemm, num_heads: int) -> None:
     got = library.index_scores_paged(query, weights, pages, table, lengths, FP8_KEY, schedule)
     expected = indexer.index_scores_paged(query, weights, pages, table, lengths, FP8_KEY)
     assert got.shape == expected.shape
-    for row, length in enumerate(lengths.tolist()):
-        if length:
-            assert difference(got[row, :length], expected[row, :length]) < 1e-7
+    inside = torch.arange(got.shape[1], device=DEVICE) < lengths[:, None]
+    assert difference(got[inside], expected[inside]) < 1e-7
+    # Row by row, too. What heads of both signs leave of a single key's sum may be small, its error is not.
+    scale = expected[inside].std()
+    assert float((got - expected)[inside].abs().max() / scale) < 5e-3
 
 
 @pytest.mark.gpu
