@@ -52,6 +52,7 @@ def module(name: str, options: str = "", seconds: int = 120) -> Item:
 
 _SHALLOW = "--layers 8 --context 32K --steps 100 --locality 0.97"
 _DEEP = "--context 96K --steps 30 --ep-slice 8 --locality 0.99"
+_MIDDLE = "--context 32K --steps 30 --ep-slice 8 --locality 0.99 --gpu-pool 110K --residency off"
 
 ITEMS = (
     tests(),
@@ -70,6 +71,12 @@ ITEMS = (
     *(
         bench(f"deep-{pool}", "deep", "decode", f"{_DEEP} --batch 18 --gpu-pool {pool} --host-pool 1.8M", 150)
         for pool in ("380K", "200K", "110K")
+    ),
+    *(
+        bench(f"middle-{batch}-{prefetch}", "middle", "decode",
+              f"{_MIDDLE} --batch {batch} --host-pool {pool} --prefetch {prefetch}")
+        for batch, pool in ((6, "210K"), (10, "350K"))
+        for prefetch in ("off", "fused")
     ),
     bench("deep-fused", "deep", "decode", f"{_DEEP} --batch 18 --gpu-pool 110K --host-pool 1.8M --prefetch fused", 150),
     bench("deep-off", "deep", "decode", f"{_DEEP} --batch 1,2,3 --host-pool 380K --offload off", 150),
