@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.tune:
         for groups, stages, once in ((3, 4, False), (3, 3, True), (3, 5, True), (2, 6, True)):
             scoring[f"{groups} groups, {stages} stages, read once {once}"] = Instance(stages, groups, once)
-        for warps, rows, early in ((4, 4, 6), (4, 4, 3), (4, 4, 10), (8, 1, 4)):
+        for warps, rows, early in ((4, 2, 8), (4, 2, 10), (3, 2, 6), (4, 1, 6)):
             instance = WITH_PREFETCH._replace(prefetch_warps=warps, rows=rows, early=early, queue=768 // warps)
             fused[f"{warps} warps of {rows} rows, early {early}"] = instance
     work.restart()

@@ -9,7 +9,7 @@ from torch import Tensor
 from echo_batch.kernels.contracts import GroupMaps, Resolution
 from echo_batch.kernels.cuda import indexer as cuda_indexer
 from echo_batch.kernels.cuda import topk_lists as cuda_topk_lists
-from echo_batch.kernels.cuda.topk import late_clusters, room_for_clusters
+from echo_batch.kernels.cuda.topk import late_clusters
 from echo_batch.kernels.formats import BLOCK_SIZE, IndexFormat
 from echo_batch.kernels.ops import Ops
 from echo_batch.kernels.prefetch_ops import PrefetchOps, RangesOfOps
@@ -87,9 +87,8 @@ class _Dispatch:
         state: PrefetchState, **rest: Any,
     ) -> Tensor:  # fmt: skip
         if self.has_kernel and cuda_indexer.supports(query.shape[1], fmt):
-            num_rows, width = query.shape[0], block_table.shape[1] * BLOCK_SIZE
-            room = room_for_clusters(num_rows, width, rest["gpu_rows"].shape[1], query.device)
-            if late_clusters(num_rows, room) == 0:
+            width, row_bytes = block_table.shape[1] * BLOCK_SIZE, rest["gpu_rows"].shape[1]
+            if late_clusters(query.shape[0], width, row_bytes, query.device) == 0:
                 state = state._replace(late=state.late[:, :0])  # nobody would read what it lists
             return cuda_indexer.index_scores_prefetch(
                 query, weights, pages, block_table, seq_lens, fmt, state=state, **rest

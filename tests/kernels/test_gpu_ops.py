@@ -1,6 +1,7 @@
 import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from echo_batch.kernels.cuda import runtime
 from echo_batch.kernels.formats import IndexFormat
 from echo_batch.kernels.gpu_ops import GpuLibraries, cuda_ops
 from echo_batch.kernels.ops import reference_ops
+from echo_batch.kernels.prefetch_state import PrefetchState, make_prefetch_state
 from echo_batch.kernels.triton import indexer
 
 CUDA = torch.device("cuda")
@@ -63,11 +65,13 @@ def test_without_deep_gemm_one_kernel_scores_whatever_prefetch_is(
 ) -> None:
     """Other sums give other bits: prefetch must score by what scores without it."""
     pretend(monkeypatch, capability, 228)
-    called = []
+    called, lists = [], []
 
     def spy(name: str) -> object:
-        def score(*_: object, out: Tensor | None = None, **__: object) -> Tensor:
+        def score(*_: object, out: Tensor | None = None, state: PrefetchState | None = None, **__: object) -> Tensor:
             called.append(name)
+            if state is not None:
+                lists.append(state.late)
             return torch.zeros(1, 64) if out is None else out
 
         return score
@@ -83,6 +87,12 @@ def test_without_deep_gemm_one_kernel_scores_whatever_prefetch_is(
     arguments = (query, nothing, nothing, table, torch.ones(1, dtype=torch.int32), IndexFormat("fp8"))
     ops.index_scores_paged(*arguments)
     prefetch.index_scores_range(*arguments, out=torch.zeros(1, 64), first_block=0, end_block=1)
-    state = dict.fromkeys(("predicted", "maps", "state", "step", "host_rows", "gpu_rows"))
-    prefetch.index_scores_prefetch(*arguments, **state)  # type: ignore[arg-type]
-    assert called == 3 * (["cuda"] if capability == (9, 0) else ["triton"])
+    rest: dict[str, Any] = dict.fromkeys(("predicted", "maps", "step", "host_rows"))
+    rest |= {"state": make_prefetch_state(1, 4, torch.device("cpu"), num_late_lists=2), "gpu_rows": torch.zeros(4, 656)}
+    for room, num_lists in ((2, 2), (0, 0)):
+        # Lists only where blocks of the top-k's launch will read them.
+        monkeypatch.setattr(gpu_prefetch, "late_clusters", lambda *_, room=room: room)
+        prefetch.index_scores_prefetch(*arguments, **rest)
+        if capability == (9, 0):
+            assert lists.pop().shape[1] == num_lists
+    assert called == 4 * (["cuda"] if capability == (9, 0) else ["triton"])

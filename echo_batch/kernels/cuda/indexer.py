@@ -34,7 +34,7 @@ class Instance(NamedTuple):
     early: int = 0
     """pages before the end of a block's share from which on no row is started"""
     rows: int = 0
-    """rows that a prefetch warp has in flight, if they are those of fp8"""
+    """rows that a prefetch warp has in flight at most, if they are those of fp8"""
 
     def rows_at_once(self, vectors: int) -> int:
         """`rows`, or as many longer ones of so many vectors of 16 bytes as there are registers for."""

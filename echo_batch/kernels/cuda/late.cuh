@@ -71,8 +71,9 @@ static __device__ __forceinline__ int reserve_rows(const Late& late, unsigned nu
     return row;
 }
 
-// Rows for the first list of warp `warp`, one for each of the first MOST lanes, if there are as many for every list; -1.
-// They cost a warp two accesses and a fence, which pass while it waits for the scoring to end.
+// Rows for the first list of warp `warp`, one for each of the first MOST lanes, as long as so many are left for each list;
+// else -1. They cost a warp two accesses and a fence, which pass while it waits for the scoring to end: the kernel that
+// scores may still take rows, but by the same counter, and those before it have ended.
 template <unsigned MOST>
 static __device__ __forceinline__ int reserve_ahead(const Late& late, unsigned warp) {
     const bool enough = warp < late.num_lists && look(late.taken) + MOST * late.num_lists <= late.num_rows;

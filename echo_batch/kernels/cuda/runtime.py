@@ -100,7 +100,8 @@ def launch(
     """Launch on the current stream. `arguments`: (tensor, number or None for a null pointer; its ctypes type).
 
     With `overlap` its blocks may start as soon as all blocks of the kernel launched before allow it; then it must wait
-    for that kernel (`wait_for_previous` of hopper.cuh) before it reads what that one writes, or writes anything.
+    for that kernel (`wait_for_previous` of hopper.cuh) before it reads what that one writes, or writes what that one or
+    those before it touch, but by atomics.
     """
     from cuda.bindings import driver
 

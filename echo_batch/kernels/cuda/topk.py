@@ -31,6 +31,8 @@ _SHARED_BYTES = 16384
 """At least sizeof(Shared) of topk.cu: its SCORES_OFFSET."""
 MAX_WIDTH = 1 << 20
 """Positions have 20 bits in the kernel's keys."""
+_LARGE_AT_ONCE = 15
+"""Clusters of the largest blocks that an H200 runs at once, by the driver's count."""
 _LATE_CLUSTERS = 4
 """That bring what the prefetch did not, at most."""
 _LATE_VECTORS = 96
@@ -115,8 +117,8 @@ def mark_topk(
     resolve, in the same launch.
 
     With `late` blocks come as those of the kernel before go, and wait for its end there; beside them the prefetch goes
-    on, as far as there is room for other clusters. `max_delay`: clock cycles that warps wait before the look-up at most
-    (tests of races).
+    on, as far as there is room for other clusters, which reserve rows before that end. `max_delay`: clock cycles that
+    warps wait before the look-up at most (tests of races).
     """
     num_rows, width = scores.shape
     assert maps.priority.shape[0] == 1 and num_rows * k < 1 << 31 and num_rows <= 65535, (maps.priority.shape, num_rows)
@@ -128,8 +130,7 @@ def mark_topk(
     if num_rows > 0:
         late_arguments: _Arguments = ()
         if late is not None and late.state.late.shape[1] > 0:
-            room = room_for_clusters(num_rows, width, late.gpu_rows.shape[1], scores.device)
-            num_clusters = late_clusters(num_rows, room)
+            num_clusters = late_clusters(num_rows, width, late.gpu_rows.shape[1], scores.device)
         if late is not None and num_clusters > 0:
             vectors, late_arguments = late.gpu_rows.shape[1] // 16, _late_arguments(late, maps, num_rows)
         kernel, num_threads = _load(scores, lengths, k, predicted, mark=True, max_delay=max_delay, vectors=vectors)
@@ -231,11 +232,12 @@ class Instance(NamedTuple):
 def choose_instance(num_rows: int, width: int) -> Instance:
     """The instance for rows of this width; a pure function of the shape.
 
-    Few rows: the largest blocks, one on a multiprocessor, for latency. Many: two smaller ones, so that one works while
-    the other waits (B=32, L=65,536: 18 against 23 us; B=256, L=98,304: 110 against 156 us on an H200).
+    Few rows, which all run at once: the largest blocks, one on a multiprocessor, for latency. Many: two smaller ones,
+    so that one works while the other waits (B=32, L=65,536: 18 against 23 us; B=256, L=98,304: 110 against 156 us on an
+    H200).
     """
     small, large = (-(-width // (_CLUSTER * threads * 4)) for threads in (512, 1024))
-    if num_rows > 16 and small <= 12:
+    if num_rows > _LARGE_AT_ONCE and small <= 12:
         return Instance(512, 2, max(1, small), True, in_shared=small > 6)
     if large <= 5:
         return Instance(1024, 1, max(1, large), True)
@@ -244,17 +246,21 @@ def choose_instance(num_rows: int, width: int) -> Instance:
 
 
 @functools.cache
-def room_for_clusters(num_rows: int, width: int, row_bytes: int, device: torch.device) -> int:
-    """Clusters that run at once, of the kernel that selects from `num_rows` rows of this width and goes on with a
-    prefetch of KV rows of `row_bytes` (H200: 15 of the largest blocks, 30 of the smaller ones)."""
+def late_clusters(num_rows: int, width: int, row_bytes: int, device: torch.device) -> int:
+    """Clusters beside those of `num_rows` rows of this width, for a prefetch of KV rows of `row_bytes` to go on in."""
+    if not 0 < num_rows < layout.CERTAIN_ROWS:
+        return 0
     instance = choose_instance(num_rows, width)
     defines = instance_defines(instance, aligned=True, mark=True, vectors=row_bytes // 16)
-    return max_clusters(_load_instance(instance, defines, device), instance.threads, _CLUSTER)
+    return late_clusters_in(
+        max_clusters(_load_instance(instance, defines, device), instance.threads, _CLUSTER), num_rows
+    )
 
 
-def late_clusters(num_rows: int, room: int) -> int:
-    """Clusters beside those of `num_rows` rows that start with them, for the prefetch to go on in: one that had to wait
-    for a row's to end would hold up the launch, and what comes after it."""
+def late_clusters_in(room: int, num_rows: int) -> int:
+    """The same where `room` clusters run at once (H200: 15 of the largest blocks, 30 of the smaller ones): those that
+    start with the rows' clusters. One that had to wait for a row's to end would hold up the launch, and what comes
+    after it."""
     return min(_LATE_CLUSTERS, max(0, min(room, layout.CERTAIN_ROWS) - num_rows))
 
 

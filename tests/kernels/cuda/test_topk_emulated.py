@@ -23,8 +23,11 @@ from tests.kernels.triton.test_topk import scores_of
 NO_MARKS = (None,) * 7
 NO_LATE = (None, 0, None, None, None, None, None, 0, None, None, None)
 HOPPER = """
+#include <mutex>
 static void let_next_start() {}
-static void wait_for_previous() {}
+static std::function<void()> publish;  // what the kernel before has written
+static std::once_flag* is_published;
+static void wait_for_previous() { std::call_once(*is_published, publish); }
 static void gpu_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <typename T> static T look(const T* pointer) { return *pointer; }
 static uint4 load_row_vector(const uint4* from) { return *from; }
@@ -40,6 +43,21 @@ extern "C" void run(const float* scores, long long stride, u32 width, const int*
                     u32 num_set_aside, u32* taken, u64* prefetch_totals, u32* marked_count,
                     u32 num_rows, u32 num_clusters, u32 first, u32 end) {
     const size_t shared_bytes = SCORES_OFFSET + (IN_SHARED ? 16 * THREADS * MAX_CHUNKS : 0);
+#if MARK
+    // Scores and lists stand where they belong only when the first thread has waited; before, others do.
+    float* const to = const_cast<float*>(scores);
+    int* const late = const_cast<int*>(late_lists);
+    const std::vector<float> true_scores(to, to + stride * num_rows);
+    const std::vector<int> true_late(late, late + 32 * num_late_lists);
+    std::fill(to, to + stride * num_rows, 1e9f);
+    std::fill(late, late + 32 * num_late_lists, 0);
+    std::once_flag flag;
+    is_published = &flag;
+    publish = [&] {
+        std::copy(true_scores.begin(), true_scores.end(), to);
+        std::copy(true_late.begin(), true_late.end(), late);
+    };
+#endif
     launch_clusters({CLUSTER, num_clusters, 1}, THREADS, shared_bytes, [&] {
         topk_positions(scores, stride, width, lengths, predicted, update, k, positions, kth, block_tables, table_stride,
                        fallback_count
@@ -130,10 +148,14 @@ def test_marks(instance: Instance, tmp_path: Path) -> None:
         assert fallbacks(after) == 1, "the third row's prediction"
 
 
-@pytest.mark.parametrize(("order", "num_aside"), [("before", 2000), ("after", 30)])
-def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch: ctypes.CDLL) -> None:
+@pytest.mark.parametrize(
+    ("order", "num_aside", "num_lists"),
+    [("before", 2000, 40), ("after", 30, 40), ("after", 81, 40), ("after", 2000, 150)],
+)
+def test_the_prefetch_goes_on(order: str, num_aside: int, num_lists: int, library_with_prefetch: ctypes.CDLL) -> None:
     """Clusters come one after the other here, those that bring rows before or after those that select. Either way they
-    bring guesses, with the right bytes; what they are too slow for is claimed and left alone."""
+    bring guesses, with the right bytes; what they are too slow for is claimed and left alone. Rows are reserved ahead
+    for all of a warp's first lists, for some, or for none."""
     library = library_with_prefetch
     width, k, num_rows = 7001, 300, 3
     lengths = [width, width - 1, k - 1]
@@ -145,8 +167,8 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch:
     host = torch.arange(12 * host_tokens, dtype=torch.int32).view(host_tokens, 12)
     step = torch.tensor([STEP], dtype=torch.int32)
     slots = reference(before.scores, before.lengths, k, block_table=before.block_table)[0].flatten()
-    late = torch.randint(host_tokens, (40, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
-    late[::2, 3] = slots[slots >= 0][:20]
+    late = torch.randint(host_tokens, (num_lists, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    late[::2, 3] = slots[slots >= 0][: num_lists // 2]
     late[:, 5:] = -1
 
     def run_clusters(after: Selection, state: PrefetchState, gpu: Tensor, marked: Marked, first: int, end: int) -> None:
@@ -155,13 +177,13 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch:
             library, after.scores, after.scores.stride(0), width, after.lengths, after.predicted, 1, k, marked.rows,
             None, after.block_table, after.block_table.stride(0), counts[FALLBACKS:], marked.miss_slots,
             marked.miss_entries, counts[MISSING:], counts[SELECTED:], maps.priority, maps.host_to_gpu, step, state.late,
-            40, state.certain, host, gpu, maps.gpu_to_host, state.rows, num_aside, state.taken, state.totals,
+            num_lists, state.certain, host, gpu, maps.gpu_to_host, state.rows, num_aside, state.taken, state.totals,
             counts[NUM_MARKED:], num_rows, num_rows + 2, first, end,
         )  # fmt: skip
 
     def start() -> tuple[Selection, PrefetchState, Tensor, Marked]:
         after = before.to(step.device)
-        state = make_prefetch_state(1, num_aside, step.device, num_late_lists=40)
+        state = make_prefetch_state(1, num_aside, step.device, num_late_lists=num_lists)
         state.rows[0] = (after.maps.priority[0] == -1).nonzero()[:num_aside, 0]
         state.late[0] = late
         state.totals[0, LATE] = int((late >= 0).sum())
@@ -197,6 +219,9 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, library_with_prefetch:
     guesses = ((maps.host_to_gpu[0] >= 0) & (before.maps.host_to_gpu[0] < 0)).nonzero()[:, 0]
     assert guesses.numel() <= num_aside and int(state.totals[0, PREFETCHED]) == guesses.numel()
     assert set(guesses.tolist()) <= allowed
+    if num_lists > 64:
+        warps = late[64:]  # the second lists of warps
+        assert torch.isin(guesses.to(torch.int32), warps).any()
     if order == "before":
         assert int(state.totals[0, LATE]) < int((late >= 0).sum())
         assert set(guesses.tolist()) & set(named.tolist()) - set(late[late >= 0].tolist())

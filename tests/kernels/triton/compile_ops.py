@@ -63,7 +63,7 @@ def compile_instead_of_running(capability: int, shared_kilobytes: int) -> list[s
             kwargs["COMPUTE"] = tl.bfloat16  # as on the card
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if self.fn.__name__ == "place_kernel" and capability == 90 and find_disassembler() is not None:
-            check_recall(kernel.asm["cubin"])
+            check_recall(kernel.asm["cubin"], waits_for_marks=bool(kwargs["EARLY"]))
         assert kernel.metadata.shared <= shared_kilobytes << 10, (self.fn.__name__, kernel.metadata.shared)
         return kernel
 
@@ -74,14 +74,16 @@ def compile_instead_of_running(capability: int, shared_kilobytes: int) -> list[s
     return compiled
 
 
-def check_recall(cubin: bytes) -> None:
-    """A row's bytes and the row for it are asked for at once: each wait between is a trip over the link."""
+def check_recall(cubin: bytes, *, waits_for_marks: bool) -> None:
+    """A row's bytes and the row for it are asked for at once: each wait between is a trip over the link. Marks are
+    asked for by loads that acquire, after which nothing is read from the L1 cache that was there before."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         code = disassemble(Path(file.name))
     found = delayed_loads(code, r"LDG\.E\.128\.STRONG\.GPU|ATOMG\.E\.MAX", r"ATOMG\.E\.MAX")
     assert not found, found
+    assert waits_for_marks == any("CCTL.IVALL" in instruction.text for instruction in code)
 
 
 def weight(*shape: int) -> QuantizedWeight:

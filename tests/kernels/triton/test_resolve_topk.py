@@ -120,7 +120,9 @@ def test_replays_at_the_minimum_pool(max_delay: int) -> None:
 
 @pytest.mark.parametrize("max_delay", [0, 24])
 @pytest.mark.parametrize("set_aside", [3000, 100])
-@pytest.mark.parametrize(("num_rows", "width"), [(3, 9000), (13, 9000), (16, 9000), (18, 30000), (40, 9000)])
+@pytest.mark.parametrize(
+    ("num_rows", "width"), [(3, 9000), (13, 9000), (15, 9000), (16, 9000), (30, 30000), (40, 9000)]
+)
 def test_the_prefetch_goes_on(num_rows: int, width: int, set_aside: int, max_delay: int) -> None:
     """Late candidates and what is certain come beside the look-up of the selection, which claims some of them."""
     from echo_batch.kernels.gpu_cache import resolve_topk
