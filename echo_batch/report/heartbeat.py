@@ -66,7 +66,7 @@ class Heartbeat:
             now = self._clock()
             s = self._latest
             idle = self._pace.idle_seconds(now)
-            rates = {name: self._pace.rate(name, now) for name in ("prefill_tokens", "decode_tokens", "recalled_bytes")}
+            rates = {name: self._pace.rate(name, now) for name in ("prefill_computed", "decode_tokens", "recalled_bytes")}
         eta = eta_seconds(s)
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -85,7 +85,7 @@ class Heartbeat:
             "prefill_total": s.prefill_total,
             "decode_tokens": s.decode_tokens,
             "steps": s.steps,
-            "prefill_tokens_per_s": round(rates["prefill_tokens"], 1),
+            "prefill_tokens_per_s": round(rates["prefill_computed"], 1),
             "decode_tokens_per_s": round(rates["decode_tokens"], 1),
             "running": s.running,
             "waiting": s.waiting,

@@ -25,6 +25,7 @@ class EngineCounters(Protocol):
     """What is read of one engine (`engine.core.EngineStats` is one). Seconds are wall clock."""
 
     prompt_tokens: int
+    cached_tokens: int
     generated_tokens: int
     decode_steps: int
     decode_row_steps: int
@@ -41,6 +42,7 @@ class EngineCounters(Protocol):
 
 ENGINE_FIELDS = (
     "prompt_tokens",
+    "cached_tokens",
     "generated_tokens",
     "decode_steps",
     "decode_row_steps",
@@ -113,6 +115,8 @@ class Snapshot:
     """Rows that ended well in this start, and their generated tokens."""
     finished_tokens: int = 0
     prefill_tokens: int = 0
+    prefill_cached: int = 0
+    """Of them tokens of shared prefixes, which were not computed again."""
     prefill_total: int | None = None
     decode_tokens: int = 0
     decode_bound: int | None = None
@@ -129,6 +133,11 @@ class Snapshot:
     selected_rows: int = 0
     hit_rows: int = 0
     recalled_bytes: int = 0
+
+    @property
+    def prefill_computed(self) -> int:
+        """What the speed of prefill is a matter of."""
+        return self.prefill_tokens - self.prefill_cached
 
     @property
     def work(self) -> tuple[str | int, ...]:
@@ -276,6 +285,7 @@ class JobMetrics:
             finished_rows=self.finished_rows,
             finished_tokens=self.finished_tokens,
             prefill_tokens=self._count("prompt_tokens"),
+            prefill_cached=self._count("cached_tokens"),
             prefill_total=self.prefill_total,
             decode_tokens=self._count("generated_tokens"),
             decode_bound=self.decode_bound,
@@ -340,7 +350,7 @@ class JobMetrics:
             },
             "seconds": seconds,
             "throughput": {
-                "prefill_tokens_per_s": _rounded(ratio(now.prefill_tokens, now.prefill_seconds)),
+                "prefill_tokens_per_s": _rounded(ratio(now.prefill_computed, now.prefill_seconds)),
                 # A row's first token is prefill's work.
                 "decode_tokens_per_s": _rounded(ratio(row_steps, now.decode_seconds)),
                 "generated_tokens_per_s": _rounded(ratio(now.decode_tokens, seconds["run"])),

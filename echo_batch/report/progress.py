@@ -80,8 +80,8 @@ class TerminalProgress:
             _bar(bars, words, s.stage_done, s.stage_total, unit)
             return Group(bars, Text("  ".join([units.duration(elapsed), *self._idle(now)]), style="dim"))
         decode_total = expected_decode_tokens(s)
-        _bar(bars, "prefill tokens", s.prefill_tokens, s.prefill_total, units.count, self._speed(s, "prefill", now))
-        _bar(bars, "decode tokens", s.decode_tokens, decode_total, units.count, self._speed(s, "decode", now))
+        _bar(bars, "prefill tokens", s.prefill_tokens, s.prefill_total, units.count, self._prefill_speed(s, now))
+        _bar(bars, "decode tokens", s.decode_tokens, decode_total, units.count, self._decode_speed(s, now))
         _bar(bars, "rows", s.rows_done, s.rows_total, units.count, f"{s.rows_failed} failed" if s.rows_failed else "")
         eta = eta_seconds(s)
         line = [
@@ -100,12 +100,12 @@ class TerminalProgress:
             )
         return Group(bars, text)
 
-    def _speed(self, s: Snapshot, phase: str, now: float) -> str:
+    def _prefill_speed(self, s: Snapshot, now: float) -> str:
         """'850 tok/s (avg 790)'; the average is over the seconds spent in the phase."""
-        tokens, seconds = getattr(s, f"{phase}_tokens"), getattr(s, f"{phase}_seconds")
-        average = ratio(tokens, seconds)
-        lately = units.count(self._pace.rate(f"{phase}_tokens", now))
-        return f"{lately} tok/s" + ("" if average is None else f" (avg {units.count(average)})")
+        return _speed(self._pace.rate("prefill_computed", now), ratio(s.prefill_computed, s.prefill_seconds))
+
+    def _decode_speed(self, s: Snapshot, now: float) -> str:
+        return _speed(self._pace.rate("decode_tokens", now), ratio(s.decode_tokens, s.decode_seconds))
 
     def _idle(self, now: float) -> list[str]:
         idle = self._pace.idle_seconds(now)
@@ -116,6 +116,10 @@ def make_progress(console: Console, stream: TextIO, *, interval: float) -> Termi
     """Bars when `console` is a terminal, else JSON lines on `stream` every `interval` seconds. Both are context
     managers with `update(snapshot)`."""
     return TerminalProgress(console) if console.is_terminal else Heartbeat(stream, interval=interval)
+
+
+def _speed(lately: float, average: float | None) -> str:
+    return f"{units.count(lately)} tok/s" + ("" if average is None else f" (avg {units.count(average)})")
 
 
 def _bar(table: Table, label: str, done: int, total: int | None, unit: Callable[[float], str], note: str = "") -> None:

@@ -23,6 +23,7 @@ def test_a_line_has_the_numbers_of_the_last_interval():
                 stage="run",
                 decode_tokens=second * 5,
                 prefill_tokens=second * 2,
+                prefill_cached=second // 2,
                 steps=second,
                 rows_done=1,
                 rows_total=4,
@@ -39,7 +40,7 @@ def test_a_line_has_the_numbers_of_the_last_interval():
     line = json.loads(json.dumps(beat.line()))
     assert line["event"] == "heartbeat"
     assert (line["state"], line["idle_s"], line["elapsed_s"]) == ("working", 0.0, 60.0)
-    assert (line["decode_tokens_per_s"], line["prefill_tokens_per_s"]) == (5.0, 2.0)
+    assert (line["decode_tokens_per_s"], line["prefill_tokens_per_s"]) == (5.0, 1.5)
     assert (line["rows_done"], line["rows_total"], line["rows_failed"]) == (1, 4, 1)
     assert (line["running"], line["waiting"], line["steps"]) == (3, 2, 60)
     assert (line["host_pool_use"], line["gpu_pool_use"], line["hit_rate"]) == (0.5, 0.0, 0.75)

@@ -10,6 +10,7 @@ from echo_batch.request import Completion, RowFailure
 @dataclasses.dataclass
 class Engine:
     prompt_tokens: int = 100
+    cached_tokens: int = 30
     generated_tokens: int = 40
     decode_steps: int = 10
     decode_row_steps: int = 35
@@ -83,7 +84,7 @@ def test_the_report_has_its_documented_fields():
         "preflight": 1.5, "load": 0.0, "run": 8.0, "merge": 0.0, "prefill": 4.0, "decode": 8.0, "total": 9.5
     }  # fmt: skip
     assert result["throughput"] == {
-        "prefill_tokens_per_s": 50.0,
+        "prefill_tokens_per_s": 35.0,
         "decode_tokens_per_s": 8.75,
         "generated_tokens_per_s": 10.0,
         "rows_per_s": 0.25,

@@ -38,6 +38,7 @@ def test_the_run_shows_tokens_rows_and_pools():
                 finished_rows=2,
                 finished_tokens=40,
                 prefill_tokens=3_000 * second,
+                prefill_cached=1_000 * second,
                 prefill_total=60_000,
                 prefill_seconds=5.0,
                 decode_tokens=10 * second,
@@ -54,7 +55,7 @@ def test_the_run_shows_tokens_rows_and_pools():
         )
     text = shown(progress, out)
     for words in (
-        "prefill tokens", "30K/60K", "3,000 tok/s (avg 6,000)", "100/160", "10 tok/s (avg 20)", "2/8", "1 failed",
+        "prefill tokens", "30K/60K", "2,000 tok/s (avg 4,000)", "100/160", "10 tok/s (avg 20)", "2/8", "1 failed",
         "ETA 8.0s", "running 3, waiting 4", "host pool 25.0 %", "GPU pool 0.0 %", "hit rate 90.0 %", "recall 2.00 GB/s",
     ):  # fmt: skip
         assert words in text, (words, text)
