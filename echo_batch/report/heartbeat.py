@@ -66,7 +66,8 @@ class Heartbeat:
             now = self._clock()
             s = self._latest
             idle = self._pace.idle_seconds(now)
-            rates = {name: self._pace.rate(name, now) for name in ("prefill_computed", "decode_tokens", "recalled_bytes")}
+            counters = ("prefill_computed", "decode_tokens", "recalled_bytes")
+            rates = {name: self._pace.rate(name, now) for name in counters}
         eta = eta_seconds(s)
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
