@@ -1,6 +1,6 @@
 """The whole engine against transformers in fp32: same greedy tokens, same logits, whatever the schedule and the pools.
 
-Contexts are longer than index_topk (32), 64 tokens are generated, and poison (NaN in freed and evicted rows) is on.
+Contexts are longer than index_topk (32), up to 64 tokens are generated, poison (NaN in freed and evicted rows) is on.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.engine.engines import (
 from tests.models.oracle import CheckpointFixture, random_ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["v32", "glm52"])
 def test_schedules_and_pools_never_change_the_oracle_s_tokens(
     tiny_checkpoint: CheckpointFixture, family: Family
 ) -> None:
@@ -59,9 +59,9 @@ def test_schedules_and_pools_never_change_the_oracle_s_tokens(
 def test_bf16_and_fp8_files_computed_in_float32(tiny_checkpoint: CheckpointFixture, family: Family, kind: Kind) -> None:
     directory = tiny_checkpoint(family, kind)
     model = cached_model(directory / "model")
-    requests = make_requests(lengths=(50,))
+    requests = make_requests(replace(GREEDY, max_tokens=40), lengths=(50,))
     out = tokens_of(run_all(make_core(model, tiny_plan(model, gpu=64)), requests))
-    assert len(out[0]) == 64
+    assert len(out[0]) == 40
     assert_greedy(directory, requests[0].prompt_token_ids, out[0])
 
 
@@ -69,7 +69,7 @@ def test_bf16_and_fp8_files_computed_in_float32(tiny_checkpoint: CheckpointFixtu
 def test_further_settings(tiny_checkpoint: CheckpointFixture, settings: dict[str, int]) -> None:
     directory = tiny_checkpoint("glm52", "fp32")
     model = cached_model(directory / "model")
-    requests = make_requests(lengths=(96, 40))
+    requests = make_requests(replace(GREEDY, max_tokens=32), lengths=(96, 40))
     core = make_core(model, tiny_plan(model, **settings))
     out = tokens_of(run_all(core, requests))
     for request in requests:

@@ -66,8 +66,10 @@ def test_sampling(aligned: int, tmp_path: Path) -> None:
 
 
 @nvcc
-@pytest.mark.parametrize("lists", [0, 1])
-@pytest.mark.parametrize(("heads", "vectors", "with_prefetch"), [(64, 41, True), (64, 1, False), (32, 80, True)])
+@pytest.mark.parametrize(
+    ("heads", "vectors", "with_prefetch", "lists"),
+    [(64, 41, True, 0), (64, 41, True, 1), (64, 1, False, 0), (64, 1, False, 1), (32, 80, True, 0)],
+)
 def test_indexer(heads: int, vectors: int, with_prefetch: bool, lists: int, tmp_path: Path) -> None:
     instance = WITH_PREFETCH if with_prefetch else SCORES_ONLY
     defines = dict(
