@@ -4,11 +4,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pyarrow.parquet as pq
-import pytest
 from tokenizers import Tokenizer
 
 from echo_batch.cache.manager import OffloadedCache
-from echo_batch.cache.spec import PrefetchMode
 from echo_batch.engine.plan import Plan
 from echo_batch.models.model import Model
 from echo_batch.request import Completion, Request, SamplingParams
@@ -21,7 +19,6 @@ QUESTIONS: tuple[tuple[TaskName, int], ...] = (("kv", 800), ("passkey", 384))
 """Longer than index_topk, 256: a step selects some of what is cached."""
 NUM_TOKENS = 20
 HOST_TOKENS = 1280
-MINIMUM_GPU_TOKENS = 576  # two rows of 257, in whole blocks
 
 
 @lru_cache(maxsize=1)
@@ -67,12 +64,12 @@ def test_it_looks_up_what_was_asked() -> None:
         assert tokens[row][:NUM_DIGITS] == expected
 
 
-@pytest.mark.parametrize(("gpu_tokens", "prefetch"), [(MINIMUM_GPU_TOKENS, "off"), (704, "fused")])
-def test_small_pools_and_prefetch_give_the_same_tokens(gpu_tokens: int, prefetch: PrefetchMode) -> None:
-    plan = tiny_plan(the_model(), host=HOST_TOKENS, gpu=gpu_tokens, seqs=2)
-    completions, evicted, prefetched = answer(replace(plan, cache=replace(plan.cache, prefetch=prefetch)))
+def test_a_small_pool_and_prefetch_give_the_same_tokens() -> None:
+    """The minimum pool: tests/test_demo_lossless.py."""
+    plan = tiny_plan(the_model(), host=HOST_TOKENS, gpu=704, seqs=2)
+    completions, evicted, prefetched = answer(replace(plan, cache=replace(plan.cache, prefetch="fused")))
     assert tokens_of(completions) == without_offloading()
-    assert evicted > 0 and (prefetched > 0) == (prefetch != "off")
+    assert evicted > 0 and prefetched > 0
 
 
 def test_the_demo_is_what_its_script_makes() -> None:
