@@ -25,7 +25,7 @@ from tests.engine.engines import (
 from tests.models.oracle import CheckpointFixture, random_ids
 
 
-@pytest.mark.parametrize("family", ["v32", "glm52"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_schedules_and_pools_never_change_the_oracle_s_tokens(
     tiny_checkpoint: CheckpointFixture, family: Family
 ) -> None:

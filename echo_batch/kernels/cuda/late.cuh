@@ -87,9 +87,9 @@ static __device__ __forceinline__ bool link_row(const Late& late, int slot, int 
     return linked;
 }
 
-// Brings the first MOST missing rows of every list that falls to this warp, `warp` of `num_warps`, to the rows that were
-// `reserved` ahead. No more: what a wrong prediction lists would hold up the launch, and the rest is for `place` if it is
-// selected.
+// Brings the first MOST missing rows of every list that falls to this warp, `warp` of `num_warps`; those of its first list
+// to rows that were `reserved` ahead, if there are any. No more: what a wrong prediction lists would hold up the launch,
+// and the rest is for `place` if it is selected.
 template <unsigned MOST, unsigned ROW_VECTORS>
 static __device__ __forceinline__ void bring_late(const Late& late, unsigned warp, unsigned num_warps, int reserved) {
     constexpr unsigned ALL = 0xffffffffu;

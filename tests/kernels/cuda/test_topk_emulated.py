@@ -219,8 +219,7 @@ def test_the_prefetch_goes_on(order: str, num_aside: int, num_lists: int, librar
     assert guesses.numel() <= num_aside and int(state.totals[0, PREFETCHED]) == guesses.numel()
     assert set(guesses.tolist()) <= allowed
     if num_lists > 64:
-        warps = late[64:]  # the second lists of warps
-        assert torch.isin(guesses.to(torch.int32), warps).any()
+        assert torch.isin(guesses.to(torch.int32), late[64:]).any(), "the second lists of warps, of which there are 64"
     if order == "before":
         assert int(state.totals[0, LATE]) < int((late >= 0).sum())
         assert set(guesses.tolist()) & set(named.tolist()) - set(late[late >= 0].tolist())
